@@ -76,7 +76,7 @@ def test_a_command_waits_for_the_last_rank_of_a_killed_one(tmp_path: Path):
     rank = files.lock_folder(tmp_path, layout.OWNER)
     with pytest.raises(Busy, match="is still using this folder"):
         hold(str(tmp_path), "second", said.append).__enter__()
-    assert "waiting for the last process of this run" in said[0]
+    assert "is still using this folder: waiting" in said[0]
     threading.Timer(0.5, rank.close).start()
     with hold(str(tmp_path), "third"):
         assert not files.is_locked(tmp_path / layout.OWNER)

@@ -66,12 +66,14 @@ def wait_until_silent(out: str, name: str, say: Callable[[str], None], command: 
 
     `say` gets a line before the wait. Raises Busy when the holder gives a sign of life."""
     first, end = None, time.monotonic() + DEAD
-    while (found := holder(out, name, known)) and found.alive and not found.is_of(command) and time.monotonic() < end:
+    while (found := holder(out, name, known)) and found.alive and not found.is_of(command):
         if first is None:
             first = found
             say(f"a process was working on {out} seconds ago: waiting until it is silent for {DEAD:.0f} s")
         if (found.epoch, found.record) != (first.epoch, first.record):
             raise Busy(f"out={out}: another command is training this run, on {found.record.get('host')}")
+        if time.monotonic() > end:
+            break
         time.sleep(1)
     return found.epoch if found else 0
 

@@ -44,6 +44,7 @@ def configure(timeout: int, retries: int = 0) -> None:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")  # no model needs the files of the working folder
     logging.getLogger("alembic").setLevel(logging.ERROR)
     logging.getLogger("mlflow.utils.async_logging").setLevel(logging.CRITICAL)  # what fails is said here, in one line

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from eagleray.base import files
-from eagleray.base.errors import Busy, Futile, Outage, Preempted, UserError, one_line
+from eagleray.base.errors import Futile, Outage, Preempted, UserError, one_line
 from eagleray.base.files import JsonLines, read_history, read_lines
 from eagleray.engine import checkpoint, sharded_checkpoint
 from eagleray.engine.checkpoint_names import last_epoch
@@ -109,14 +109,8 @@ class RunDir:
             self._at_end(self.keeper.close)
 
     def _hold(self) -> FolderClaim | Lease:
-        """Hold the run. The command does too, so whoever is in the way is a rank of this command that hangs, and whose
-        machine may yet be found dead. Raises Outage when it does not let go within `data.patience`."""
-        after = last_epoch(checkpoint.blobs_of(self.checkpoints))
-        patience = 60 * self.recipe.data.patience
-        try:
-            return self.store.claim(layout.OWNER, self.command, log.info, after=after, patience=patience)
-        except Busy as e:
-            raise Outage(f"{e}, which another process of this run has to lock") from None
+        after, patience = last_epoch(checkpoint.blobs_of(self.checkpoints)), 60 * self.recipe.data.patience
+        return self.store.claim(layout.OWNER, self.command, log.info, after=after, patience=patience)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -133,21 +133,31 @@ class RunStore:
         """Hold the run under a name, such as that of the rank that writes. `say` gets a line before a wait.
 
         The claim's epoch is `after` or, in a bucket, above it. Raises Busy when a process of another command holds the
-        run, and in a folder also when one of this command does for `patience` seconds."""
-        new, note = not self.work.exists(), f" ({command})"
+        run, and Outage when one of this command on this machine does not let go of it for `patience` seconds."""
+        new = not self.work.exists()
         files.make_folder(self.work)
         try:
-            lock = files.lock_folder(self.work, name, patience=SOON, note=note)
+            lock = self._lock(name, f" ({command})", say, patience)
+        except Busy as e:
+            if name == layout.COMMAND:
+                raise
+            # The command holds the run: it is a rank of its own that hangs, and whose machine may yet be found dead.
+            raise Outage(f"{e}, which another process of this run has to lock") from None
+        return FolderClaim(lock, after, self.work if new else None)
+
+    def _lock(self, name: str, note: str, say: Say, patience: float) -> contextlib.AbstractContextManager[object]:
+        try:
+            return files.lock_folder(self.work, name, patience=SOON, note=note)
         except Busy as e:
             if name == layout.COMMAND and f" on {socket.gethostname()} " in str(e):
                 raise Busy(f"{e}: another command is training this run") from None
             say(f"{e}: waiting {patience:.0f} s at most")  # a file server has yet to notice the death of a machine
-            lock = files.lock_folder(self.work, name, patience=patience, note=note)
-        return FolderClaim(lock, after, self.work if new else None)
+            return files.lock_folder(self.work, name, patience=patience, note=note)
 
     def wait_until_free(self, name: str, say: Say) -> None:
         """Wait until the processes that held the run under a name have ended. Raises Busy when one is at work."""
-        self.claim(name, "", lambda _: say(f"{self.out}: waiting for the last process of this run to end")).close()
+        with self._lock(name, "", say, PATIENCE):
+            pass
 
     def is_claimed(self, name: str = layout.OWNER) -> bool:
         """Return whether a process holds the run under a name, as far as this machine can tell."""
