@@ -114,24 +114,24 @@ def test_a_run_that_waits_can_be_stopped(cluster: Cluster, monkeypatch: pytest.M
 def test_a_run_that_waits_outlives_a_store_that_is_away_for_a_while(
     cluster: Cluster, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ):
-    answers: list[Any] = ["away", "away", [], "away", "away", [".stop"]]
+    answers: list[Any] = ["away", "away", None, None, "away", "away", ""]
 
-    def read(*_: Any) -> list[str]:
+    def read(*_: Any) -> str | None:
         clock[0] += 40
         answer = answers.pop(0)
         if answer == "away":
             raise Outage("s3://runs/mine/.stop: connection refused")
         return answer
 
-    monkeypatch.setattr(BucketRun, "list", read)
+    monkeypatch.setattr(BucketRun, "get", read)
     for name in ("LOOK", "SOON"):
         monkeypatch.setattr(waiting, name, 0.0)
     trainer = NoRoom()
     run = Waiting(cluster, 2, 2, {"CPU": 8}, lambda line: None)
-    assert ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", 60)) is None
+    assert ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", "id", 60)) is None
     assert answers == []
     answers += ["away"] * 9
     with pytest.raises(Outage, match="connection refused"):
-        ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", 60))
+        ray_train._fit(trainer, run, ray_train.stop_asked("s3://runs/mine", "id", 60))
     assert len(answers) == 9 - 3
     trainer.ended.set()

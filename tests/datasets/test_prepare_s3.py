@@ -31,7 +31,9 @@ def downloaded(url: str, folder: Path) -> dict[str, bytes]:
     return read_tree(folder)
 
 
-@pytest.mark.parametrize("source", ["imagenet-22k", "folder", "parquet", "webdataset"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("imagenet-22k", marks=pytest.mark.slow), "folder", "parquet", "webdataset"]
+)
 def test_s3_holds_what_a_folder_would(bucket: str, tmp_path: Path, source: str):
     """Sources with folders, archives in archives and Parquet files; what is left behind are shards, index and card."""
     here = tmp_path / "in"

@@ -17,7 +17,7 @@ from eagleray.base.files import read_lines
 from eagleray.engine import world
 from eagleray.runs.recipe import Recipe
 
-FAST = ("mocov3", "dino", "instdisc")
+FAST = ("mocov3",)
 CLASSIFIERS = ("drloc", "supervised")
 STEPS = ("max_steps=12", "evaluate.every=1")  # ten steps are an epoch
 

@@ -44,7 +44,10 @@ def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
     return write.write(source(tmp_path / "run", **NETWORKS[kind], **keys), to, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("to", "kind"), [("timm-hub", "dino"), ("transformers", "vit"), ("torch.export", "vit")])
+@pytest.mark.parametrize(
+    ("to", "kind"),
+    [pytest.param("timm-hub", "dino", marks=pytest.mark.slow), ("transformers", "vit"), ("torch.export", "vit")],
+)
 def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     done = written(tmp_path, to, kind)
     assert done.difference.same < 1e-5
@@ -153,7 +156,7 @@ def test_a_network_that_a_library_lacks(to: str, keys: dict[str, Any], wanted: s
             "pixels that differ by",
             marks=pytest.mark.slow,
         ),
-        (("0.485", "0.5"), "pixels that differ by"),
+        pytest.param(("0.485", "0.5"), "pixels that differ by", marks=pytest.mark.slow),
         (('"num_heads": 3', '"num_heads": 2'), "its features differ from ours"),
     ],
 )

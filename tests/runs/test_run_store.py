@@ -29,7 +29,7 @@ from eagleray.data import index as indexing
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
 from eagleray.evaluation.extraction import Task
-from eagleray.runs import layout, lease
+from eagleray.runs import layout, layout_of_sweep, lease
 from eagleray.runs import recipe as recipes
 from eagleray.runs.background import Background
 from eagleray.runs.copy_of_run import Copy
@@ -66,11 +66,33 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
         copy.fetch()
         assert reader.read() == "two\n"
     file.write_text("one\ntwo\nthree\n")  # the machine that wrote them is ahead of what it has sent
-    Copy(out, tmp_path / "here").fetch()
+    Copy(out, tmp_path / "here", may_be_ahead=True).fetch()
     assert file.read_text() == "one\ntwo\nthree\n"
     run_store(out).put(part, "one\nother\n")  # another machine went on from before
     copy.fetch()
     assert file.read_text() == "one\nother\n"
+
+
+def test_a_copy_has_what_the_store_has_and_no_more(bucket: CountingBucket):
+    """Also where another run was copied from there before, of which nothing may become part of the next one."""
+    run = run_store("s3://runs/run")
+    for name, text in ((layout.RECIPE, "a: 1\nb: 2\n"), (layout.SUMMARY, "{}"), (layout_of_sweep.ROWS, "{}\n")):
+        run.put(name, text)
+    run.append(layout.METRICS, "one\ntwo\n")
+    run.put(f"{layout.EXPORT}/backbone.json", "{}")
+    folder = run.fetch()
+    for blob in run.list():
+        bucket.delete(blob.url)
+    run.put(layout.RECIPE, "a: 1\n")
+    run.append(layout.METRICS, "one\n")
+    run.fetch()
+    assert {p.name: p.read_text() for p in folder.glob("[!.]*") if p.is_file()} == {
+        layout.RECIPE: "a: 1\n",
+        layout.METRICS: "one\n",
+    }
+    shutil.rmtree(bucket.folder / "runs")
+    run.fetch()
+    assert not [p for p in folder.rglob("[!.]*") if p.is_file()]
 
 
 def test_an_index_that_cannot_lie_beside_the_shards_lies_in_the_store_of_the_run(
@@ -120,6 +142,7 @@ def test_processes_that_fetch_at_once_get_whole_files(
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingBucket:
     """The store of a run at s3://runs/run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(lease, "SETTLE", 0.0)  # this bucket lets one process alone create a file
     bucket = CountingBucket(tmp_path)
     monkeypatch.setitem(store.STORES, "s3", bucket)
     return bucket

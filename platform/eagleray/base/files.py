@@ -277,7 +277,7 @@ def _locked(file: IO[str], kind: int) -> bool:
             raise
         raise UserError(
             f"out={Path(file.name).parent}: this file system has no locks ({e.strerror}), which keep two commands from "
-            "writing one run; mount it with them (Lustre: -o flock), or give another out="
+            "writing one run; mount it with them (Lustre: -o flock), or give another out= (XDG_CACHE_HOME, if a cache)"
         ) from None
     return True
 

@@ -23,6 +23,7 @@ from eagleray.engine.precision import compute_dtype
 from eagleray.runs import layout
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
+from eagleray.runs.stop_signal import notes_of
 from eagleray.runs.tracking import Tracking
 
 # Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
@@ -102,7 +103,7 @@ def fit(
             callbacks=[*callbacks, save_before_resize()],
         ),
     )
-    result = _fit(trainer, waiting, stop_asked(recipe.out, 60 * recipe.data.patience))
+    result = _fit(trainer, waiting, stop_asked(recipe.out, command, 60 * recipe.data.patience))
     if result is None:
         return None
     raise_failure(recipe.out, command)
@@ -113,15 +114,15 @@ def fit(
     return result.return_value  # type: ignore[no-any-return]
 
 
-def stop_asked(out: str, patience: float) -> Callable[[], bool]:
-    """Return a function that says whether somebody asks the run to stop; no, while the store does not answer. It raises
-    Outage when the store has not answered for `patience` seconds."""
+def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
+    """Return a function that says whether somebody asks the run of a command to stop; no, while the store does not
+    answer. It raises Outage when the store has not answered for `patience` seconds."""
     run, away = run_store(out), None  # since when it is away
 
     def look() -> bool:
         nonlocal away
         try:
-            asked = bool(run.list(layout.STOP))
+            asked = any(run.get(name) is not None for name in notes_of(command))
         except Outage:
             away = away or time.monotonic()
             if time.monotonic() - away > patience:
@@ -141,9 +142,11 @@ def raise_failure(out: str, command: str) -> None:
     failure = failure_of(out, command)
     if failure is None:
         return
-    if failure.get("trace"):
+    if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
-            run_store(out).append(layout.LOG, failure["trace"])
+            run = run_store(out)
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a folder each rank has written it
+                run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 

@@ -390,9 +390,9 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
         for r in report.results
         for k, v in r.numbers.items()
     }
-    copy = run_store(report.folder).fetch() / results.NAME
     run = run_store(target.run).view
     try:
+        copy = run_store(report.folder).fetch() / results.NAME
         mlflow_run.update(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy])
     except (UserError, Outage) as why:
         note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")

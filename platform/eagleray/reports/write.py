@@ -50,7 +50,7 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
             mend(run.out, run.folder, ENDED[run.state])
     for name, folder in sweeps:
         mend_sweep(store.absolute(name), folder)
-    beside = sweeps[0][1].resolve() if sweeps else found[0].folder if len(found) == 1 else Path.cwd()
+    beside = sweeps[0][1].absolute() if sweeps else found[0].folder if len(found) == 1 else Path.cwd()
     path = out or beside / NAME
     folder = path.with_suffix("")
     try:
@@ -67,7 +67,7 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
             folder.rmdir()
     if out or len(sweeps) + len(found) != 1:
         return [str(path)]
-    place = run_store(sweeps[0][0] if sweeps else found[0].out)
+    place = run_store(store.absolute(sweeps[0][0]) if sweeps else found[0].out)
     for written in (path, *([] if sweeps else sorted(folder.glob("*.png")))):
         place.share(written)
     return list(dict.fromkeys([str(path), f"{place.out}/{NAME}"]))

@@ -1,6 +1,7 @@
 """Copy a run in a store to a folder of this machine, for programs that read files."""
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from eagleray.base import files
@@ -15,18 +16,21 @@ RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that rank 0 writes as a
 NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, *layout_of_sweep.FILES}  # files that commands write themselves
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
+PATIENCE = 600.0  # seconds to wait for another process that downloads
 
 
 class Copy(Background):
-    """A folder on this machine with the records and histories of a run, and the files in one of its folders. As a
-    context it is kept up to date."""
+    """A folder on this machine with the records and histories of a run, and the files in one of its folders.
 
-    def __init__(self, out: str, folder: Path, inside: str = layout.EXPORT) -> None:
+    As a context it is kept up to date."""
+
+    def __init__(self, out: str, folder: Path, inside: str = layout.EXPORT, *, may_be_ahead: bool = False) -> None:
+        """A copy that `may_be_ahead` is the folder that rank 0 writes: what the store does not have yet stays."""
         super().__init__("copy-of-run")
-        self.out, self.folder, self.inside = out, folder, inside
+        self.out, self.folder, self.inside, self.may_be_ahead = out, folder, inside, may_be_ahead
         self.tags: dict[str, object] = {}
         self.histories: dict[str, History] = {}  # as they were listed last
-        self.begun = self.ran = False  # whether the store had anything of the run then, and of its ranks
+        self.has_run = False  # whether the store had anything then that a rank has written
 
     def tick(self) -> None:
         self.fetch()
@@ -40,12 +44,12 @@ class Copy(Background):
         self.fetch()
 
     def fetch(self) -> None:
-        """Download the files that have changed, by one process of this machine at a time.
+        """Download the files that have changed, and delete those that the store no longer has.
 
-        A file that is longer on this machine is not replaced:
-        rank 0 of the run is on this machine, and the store is behind it. Raises UserError and Outage."""
+        One process of this machine does so at a time. Raises UserError, Busy when another one takes longer than
+        PATIENCE, and Outage."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with files.file_lock(self.folder / LOCK):
+        with files.lock_folder(self.folder, LOCK, patience=PATIENCE):
             try:
                 self._fetch()
             except UserError:  # a file has been replaced since it was listed, or else the error comes again
@@ -55,8 +59,10 @@ class Copy(Background):
         here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))
         self.histories = histories(here)
         records = [b for b in here if b.url.rpartition("/")[2] in RECORDS | NOTES]
-        self.ran = bool(self.histories or store.store(self.out).list(f"{self.out}/{layout.CHECKPOINTS}/", "step-"))
-        self.begun = bool(self.ran or records)
+        self.has_run = bool(self.histories or store.store(self.out).list(f"{self.out}/{layout.CHECKPOINTS}/", "step-"))
+        if not self.may_be_ahead:
+            names = {*self.histories, *(b.url.rpartition("/")[2] for b in records)}
+            forget(self.folder, names, folders=not (names or self.has_run))
         for name, history in self.histories.items():
             if self.tags.get(name) != history.tag:
                 self._fetch_history(history, self._path(name))
@@ -68,7 +74,7 @@ class Copy(Background):
                 data = store.store(blob.url).get(blob.url)
             except FileNotFoundError:
                 continue
-            _replace(self._path(blob.url.removeprefix(f"{self.out}/")), data)
+            self._replace(self._path(blob.url.removeprefix(f"{self.out}/")), data)
             self.tags[blob.url] = blob.tag
 
     def _fetch_history(self, history: History, path: Path) -> None:
@@ -82,7 +88,11 @@ class Copy(Background):
                 if file.read() == data[: size - start]:
                     file.write(data[size - start :])
                     return
-        _replace(path, history.read())
+        self._replace(path, history.read())
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        if not (self.may_be_ahead and path.exists() and path.read_bytes().startswith(data)):
+            files.write_atomic(path, data)
 
     def _path(self, name: str) -> Path:
         path = self.folder / name
@@ -90,15 +100,11 @@ class Copy(Background):
         return path
 
 
-def forget(folder: Path) -> None:
-    """Delete a copy of a run that its store no longer has, or another run would go on with it."""
-    for name in RECORDS | GROWING | NOTES:
+def forget(folder: Path, kept: Collection[str] = (), *, folders: bool = True) -> None:
+    """Delete the files of a run but those of some names, and its folders: a copy of a run that its store no longer has
+    would become part of the next one there."""
+    for name in (RECORDS | GROWING | NOTES).difference(kept):
         (folder / name).unlink(missing_ok=True)
     for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, layout.PROFILE, layout.PICTURES):
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a whole file, unless the copy here is ahead of it."""
-    if not path.exists() or not path.read_bytes().startswith(data):
-        files.write_atomic(path, data)
+        if folders:
+            shutil.rmtree(folder / name, ignore_errors=True)

@@ -117,7 +117,8 @@ class Lease(Background):
         self.lost = True
         found = holder(self.out, self.lease)
         host = f", on {found.record['host']}" if found and "host" in found.record else ""
-        raise Superseded(f"out={self.out}: another process has taken this run over{host}; this one ends")
+        what = f"another process has taken this run over{host}" if later else "its files in the store were deleted"
+        raise Superseded(f"out={self.out}: {what}; this one ends")
 
     def tick(self) -> None:
         if not self.lost and time.monotonic() > self.renewed + BEAT:

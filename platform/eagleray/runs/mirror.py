@@ -18,7 +18,6 @@ from eagleray.storage import store
 
 log = logging.getLogger(__name__)
 SOON, LATEST = 3.0, 60.0  # seconds to the first upload, and at most between two
-ASKED = 4  # times that a store is asked whether this process holds the run, until the answer is fresh
 
 
 class Mirror(Background):
@@ -36,10 +35,11 @@ class Mirror(Background):
     def _fetch(self) -> None:
         """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
         starts = files.read_lines(self.folder / layout.STARTS)
-        copy = Copy(self.out, self.folder)
+        copy = Copy(self.out, self.folder, may_be_ahead=True)
         copy.fetch()
-        killed = bool(starts) and starts[-1].get("command") == self.claim.command  # before the first upload
-        if not (killed or copy.ran):
+        # A start of this command that was killed before it had sent anything has left the store behind, not empty.
+        killed = bool(starts) and starts[-1].get("command") == self.claim.command
+        if not (killed or copy.has_run):
             forget(self.folder)
             copy = Copy(self.out, self.folder)
             copy.fetch()
@@ -90,14 +90,11 @@ class Mirror(Background):
         return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
     def _put(self, url: str, data: bytes) -> None:
-        for _ in range(ASKED):
-            if time.monotonic() <= self.checked + lease.BEAT:
-                break
-            asked = time.monotonic()
+        if time.monotonic() > self.checked + lease.BEAT:
+            self.checked = time.monotonic()
             self.claim.check()
-            self.checked = asked  # this process may have stood still as it asked
-        else:
-            raise Outage(f"{self.out}: takes over {lease.BEAT:.0f} s to say whether this process holds the run")
+            if time.monotonic() > self.checked + lease.BEAT:  # this process, or the store, stood still
+                raise Outage(f"{self.out}: takes over {lease.BEAT:.0f} s to say whether this process holds the run")
         store.put_bytes(url, data)
 
     def close(self) -> None:

@@ -64,9 +64,13 @@ class MLflow:
         elif not self.flying:
             self.waiting += [self.loads.popleft() for _ in range(len(self.loads))]
             self.batch, self.waiting = self.run.new(self.waiting[:MOST]), self.waiting[MOST:]
-            if self.batch:
-                sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
-                [self.flying] = sent._operation_futures  # there is no public way to ask whether it is done
+            try:
+                if self.batch:  # there is no public way to ask whether it has been sent
+                    sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
+                    [self.flying] = sent._operation_futures
+            except Exception as e:  # of a client that has changed: no number is worth a run
+                self.waiting = self.batch + self.waiting
+                self._lost(e)
 
     def _landed(self) -> None:
         """Note that the server has got the numbers that were on their way, or that it has not."""
@@ -92,10 +96,9 @@ class MLflow:
             self.loads.extend(metrics_of({"step": self.step} | machine.look(), now()))
 
     def _open(self) -> None:
-        """Open the run, and send the lines of the file that are older than the numbers in memory."""
-        first = self.waiting[0].step if self.waiting else float("inf")
+        """Open the run, and send the lines of the file that it lacks: numbers in memory are not sent again."""
         self.run.open()
-        older = [m for r in records_of(self.out) if r["step"] < first for m in metrics_of(r, self.began)]
+        older = [m for r in records_of(self.out) for m in metrics_of(r, self.began)]
         self.run.send(self.run.new(older))
         if self.away:
             log.info("MLflow at %s answers again", hide_secrets(self.uri))
@@ -112,10 +115,11 @@ class MLflow:
 
     def close(self, status: str, files: Sequence[Path]) -> None:
         """Send the remaining numbers and the files, and end the run with a `status` of MLflow. The backbone of a
-        finished run with an export becomes a model. A server that does not answer is waited for REPLY seconds."""
+        finished run with an export becomes a model. What is on its way is waited for, LONGEST at most."""
         self.closing.set()
         if self.over:
             return
+        log.info("sending what is left to MLflow at %s", hide_secrets(self.uri))
         self.thread.join(LONGEST)
         if self.flying:
             wait([self.flying], LONGEST)

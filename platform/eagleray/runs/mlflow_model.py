@@ -1,8 +1,8 @@
 """Store a run's backbone on an MLflow server as a model that embeds images, and register it under a name.
 
 MLflow loads the model with `mlflow.pyfunc.load_model`, or with `mlflow.pytorch.load_model` as a module, and serves it
-with `mlflow models serve`. It holds the export as
-it is, and its code is a copy of files of this package, so that it loads where this package is not installed.
+with `mlflow models serve`. It holds the export as it is, and its code is a copy of files of this package, so that it
+loads where this package is not installed.
 """
 
 import importlib.metadata

@@ -13,7 +13,7 @@ from pathlib import Path
 from eagleray.base import files
 from eagleray.base.errors import Busy, Outage, UserError
 from eagleray.runs import layout, lease
-from eagleray.runs.copy_of_run import Copy, forget
+from eagleray.runs.copy_of_run import Copy
 from eagleray.runs.histories import histories, part_url
 from eagleray.runs.mirror import Mirror
 from eagleray.storage import store
@@ -89,7 +89,7 @@ class RunStore:
         store.put_bytes(f"{self.out}/{name}", text.encode() if isinstance(text, str) else text)
 
     def share(self, path: Path) -> None:
-        """Store a file that was written below `view` or `work`. Raises OSError when it cannot be written."""
+        """Store a file that was written below `view` or `work`; in a folder it is there already. Raises OSError."""
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
@@ -124,7 +124,8 @@ class RunStore:
             raise UserError(f"out={self.out}: cannot be written: {why or e}") from None
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a process that reads a file and writes it again."""
+        """Return a context for a process that reads a file and writes it again. A bucket has no locks: of two processes
+        that do so at once, the change of one is lost."""
         return files.file_lock(self.view / f".{name}.lock")
 
     def claim(
@@ -190,26 +191,25 @@ class BucketRun(RunStore):
         store.put_bytes(part_url(self.out, name, last, history.end if history else 0), text.encode())
 
     def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
-        copy = Copy(self.out, self.work if work else self.view, inside)
-        copy.fetch()
-        if not copy.begun:
-            forget(copy.folder)
-        return copy.folder
+        Copy(self.out, folder := self.work if work else self.view, inside).fetch()
+        return folder
 
     def following(self) -> contextlib.AbstractContextManager[object]:
         return Copy(self.out, self.view)
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # a bucket has no locks
+        return contextlib.nullcontext()
 
     def claim(self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE) -> lease.Lease:
         claim = lease.Lease(self.out, name, command)
-        with contextlib.ExitStack() as stack:
-            if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
-                stack.callback(super().claim(name, command, say, patience=patience).close)
-            claim.claim(after, say)
-            claim.at_end = stack.pop_all().close
+        claim.claim(after, say)
         claim.start()
+        if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
+            try:
+                claim.at_end = super().claim(name, command, say, patience=patience).close
+            except BaseException:
+                claim.close()
+                raise
         return claim
 
     def wait_until_free(self, name: str, say: Say) -> None:

@@ -1,49 +1,49 @@
 """Ask a run to stop, and learn on every rank that it was asked."""
 
-import logging
 import threading
 
 from eagleray.base import dist
-from eagleray.base.errors import one_line
+from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.runs import layout
 from eagleray.runs.background import Background
 from eagleray.runs.run_store import run_store
 
-log = logging.getLogger(__name__)
-AGAIN = 1.0  # seconds between two attempts to write a request
+PAUSE = 0.2  # seconds between two attempts to write a request
 
 
-class StopRequest:
+class StopRequest(Background):
     """The request of a command that its run saves and stops: an event for a run in this process, a note for others.
 
     The name of the note ends with the id of the command, so that it is no request to another one, and it is empty: a
     full disk has room for that. It is written again and again until that succeeds or the command ends."""
 
+    seconds = PAUSE
+
     def __init__(self, out: str, command: str) -> None:
-        self.out, self.command = out, command
-        self.event, self.ended = threading.Event(), threading.Event()
+        super().__init__("ask-to-stop")
+        self.out, self.command, self.event = out, command, threading.Event()
 
     def ask(self) -> None:
         """Ask the run to stop. May be called from a handler of signals, which may interrupt a request to the store."""
         if not self.event.is_set():
             self.event.set()
-            threading.Thread(target=self._write, name="ask-to-stop", daemon=True).start()
+            self.start()
 
-    def close(self) -> None:
-        """Give up writing, as the run has ended."""
+    def tick(self) -> None:
+        try:
+            run_store(self.out).put(notes_of(self.command)[1], "")
+        except (UserError, Outage, OSError) as e:
+            raise Outage(f"the request to stop is not written yet: {one_line(e)}") from None
         self.ended.set()
 
-    def _write(self) -> None:
-        reported = ""
-        while not self.ended.is_set():
-            try:
-                run_store(self.out).put(f"{layout.STOP}-{self.command}", "")
-                return
-            except Exception as e:
-                if one_line(e) != reported:
-                    log.warning("the request to stop is not written yet: %s", one_line(e))
-                reported = one_line(e)
-            self.ended.wait(AGAIN)
+    def close(self) -> None:
+        """Give up writing, as the run has ended; a request to a store that is away is not waited for."""
+        self.ended.set()
+
+
+def notes_of(command: str) -> tuple[str, str]:
+    """Return the names of the notes by which a person, and this command, ask its run to stop."""
+    return layout.STOP, f"{layout.STOP}-{command}"
 
 
 class StopSignal(Background):
@@ -53,7 +53,7 @@ class StopSignal(Background):
         """`command` is the id of the command that the run belongs to, and `event` that of a request in this process."""
         super().__init__("stop-signal")
         self.run_store, self.event, self.requested = run_store(out), event or threading.Event(), False
-        self.notes = (layout.STOP, f"{layout.STOP}-{command}")  # of a person, and of the command
+        self.notes = notes_of(command)
         if dist.rank() == 0:
             self.start()
 

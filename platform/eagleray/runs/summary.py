@@ -15,18 +15,27 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Return the numbers at the end of a run and its list `health`; nothing while it has not ended. What is of another
     type is left out. Raises UserError when the file is no JSON object."""
     path = folder / layout.SUMMARY
+    return parse_summary(path.read_text() if path.exists() else None, str(path))
+
+
+def parse_summary(text: str | None, name: str) -> dict[str, Any]:
+    """Return the numbers in the text of the file of this name, as `read_summary` does."""
     try:
-        content = json.loads(path.read_text()) if path.exists() else {}
+        content = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON") from None
+        raise UserError(f"{name}: not valid JSON") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+        raise UserError(f"{name}: expected a JSON object, got a {type(content).__name__}")
     return {key: value for key, value in content.items() if _fits(key, value)}
 
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
-    summary = read_summary(folder)
+    return if_finished(read_summary(folder), steps)
+
+
+def if_finished(summary: dict[str, Any], steps: int) -> dict[str, Any] | None:
+    """Return a summary if it is that of a run as `finished` has it, else None."""
     return summary if summary.get("steps", -1) >= steps and layout.EVALUATION_STARTS not in summary else None
 
 

@@ -49,7 +49,7 @@ def tracking_of(folder: Path, name: str | None = None) -> Tracking:
                 "a folder without one, or the variable MLFLOW_TRACKING_URI"
             )
     fields = read_note(folder / layout.MLFLOW, uri)
-    return Tracking(uri, fields.get("parent"), name or fields.get("name"), fields.get("key"))
+    return Tracking(uri, fields.get("parent"), fields.get("name") or name, fields.get("key"))
 
 
 def read_note(note: Path, uri: str) -> dict[str, Any]:

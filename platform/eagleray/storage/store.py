@@ -190,12 +190,12 @@ def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
 
 def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yield the folders up to `depth` levels below a folder that hold files of these names, with those that they hold;
-    a folder comes before those in it."""
+    a folder comes before those in it. On this machine, what is in a folder with all of them is not looked at."""
     if folder := folder_of(root):
         found = {}
         for parent, folders, files in os.walk(folder):
             found[parent] = [name for name in files if name in names]
-            if parent.removeprefix(str(folder)).count(os.sep) >= depth:
+            if len(found[parent]) == len(names) or parent.removeprefix(str(folder)).count(os.sep) >= depth:
                 folders.clear()
     else:
         found = defaultdict(list)

@@ -1,17 +1,21 @@
 """Hold the folder of a sweep for one command, and keep a copy of its files in a store if `out` is a URL."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from eagleray.base import files
 from eagleray.base.console import say
 from eagleray.base.errors import Outage, UserError
 from eagleray.runs import layout
+from eagleray.runs.background import Background
 from eagleray.runs.command import new_command
 from eagleray.runs.layout_of_sweep import FILES, SWEEP
-from eagleray.runs.run_store import run_store
+from eagleray.runs.lease import Lease
+from eagleray.runs.run_store import FolderClaim, RunStore, run_store
+from eagleray.storage.store import may_be_folder
 
 log = logging.getLogger(__name__)
 STORED = (*FILES, layout.ENVIRONMENT, layout.MLFLOW)
@@ -21,35 +25,49 @@ def sweep_folder(out: str) -> Path | None:
     """Return the folder of the sweep in `out`, which for a URL is a copy on this machine; None if `out` holds no
     sweep. Raises UserError and Outage."""
     run = run_store(out)
-    return run.fetch() if run.get(SWEEP) is not None else None
+    return run.fetch() if may_be_folder(out) and run.get(SWEEP) is not None else None
+
+
+class Uploads(Background):
+    """Stores the files of a sweep that have changed: once a minute, and when that is asked for."""
+
+    seconds = 60.0
+
+    def __init__(self, run: RunStore, claim: FolderClaim | Lease) -> None:
+        super().__init__("uploads-of-sweep")
+        self.store, self.claim, self.lock = run, claim, threading.Lock()
+        self.sent: dict[str, tuple[int, int]] = {}
+
+    def tick(self) -> None:
+        with self.lock:
+            self.claim.check()
+            for name in STORED:
+                if (path := self.store.work / name).exists():
+                    now = (stat := path.stat()).st_mtime_ns, stat.st_size
+                    if self.sent.get(name) != now:
+                        self.store.share(path)
+                        self.sent[name] = now
+
+    def upload(self) -> None:
+        """Store them now. A failure is a warning, as the next time tries again."""
+        try:
+            self.tick()
+        except (UserError, Outage, OSError) as e:
+            log.warning("%s", e)
 
 
 @contextmanager
 def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
     """A context in which no other command works on the sweep in `out`. It yields a function that uploads the files
     that have changed. Raises UserError when another command is working on it."""
-    run, sent = run_store(out), dict[str, tuple[int, int]]()
-    with files.writing(f"out={out}"):
-        claim = run.claim(layout.COMMAND, new_command(), say)
-
-    def upload() -> None:
-        """Store what has changed; what cannot be stored is tried again at the next call."""
-        try:
-            claim.check()
-            for name in STORED:
-                if (path := run.work / name).exists() and sent.get(name) != (now := _state(path)):
-                    run.share(path)
-                    sent[name] = now
-        except (UserError, Outage, OSError) as e:
-            log.warning("%s", e)
-
-    try:
+    run = run_store(out)
+    with ExitStack() as stack:
+        with files.writing(f"out={out}"):
+            claim = run.claim(layout.COMMAND, new_command(), say)
+        stack.callback(claim.close)
         run.fetch(work=True)
-        yield upload
-        upload()
-    finally:
-        claim.close()
-
-
-def _state(path: Path) -> tuple[int, int]:
-    return (stat := path.stat()).st_mtime_ns, stat.st_size
+        uploads = Uploads(run, claim)
+        uploads.start()
+        stack.callback(uploads.upload)
+        stack.callback(uploads.close)
+        yield uploads.upload

@@ -209,7 +209,8 @@ class History:
 
 def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
-    return summary.finished(run_store(out).fetch(), steps)
+    text = run_store(out).get(layout.SUMMARY)
+    return summary.if_finished(summary.parse_summary(text, f"{out}/{layout.SUMMARY}"), steps)
 
 
 def checkpoints(out: str) -> tuple[str, Path]:
