@@ -67,6 +67,7 @@ def test_a_plug_in_changes_the_crops(shards: Path, tmp_path: Path):
     assert torch.equal(view, view[:1, :, :1, :1].expand_as(view))
 
 
+@pytest.mark.slow
 def test_torchrun_deals_the_global_batches(shards: Path, tmp_path: Path):
     """torchrun and its processes start cold. They know their ranks from the environment, and then from their group."""
     (tmp_path / "script.py").write_text(TORCHRUN)

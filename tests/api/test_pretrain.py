@@ -160,6 +160,7 @@ def test_wrong_keys_are_exceptions_with_the_line_of_the_command(
         eagleray.pretrain(small, seeed=3)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_continues_with_the_same_call(
     run: eagleray.Run, small: Path, shards: Path, tmp_path: Path
 ):

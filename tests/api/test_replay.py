@@ -186,6 +186,7 @@ def test_another_recipe_is_noticed(copy: Path, status: Callable[..., int], capsy
     assert [line.partition(":")[0] for line in again.changed][:2] == ["recipe", "order"]
 
 
+@pytest.mark.slow
 def test_other_data_is_noticed(tmp_path: Path):
     """One image of the batch is another one, then one is gone, then all are."""
     made = Made(tmp_path)
@@ -204,6 +205,7 @@ def test_other_data_is_noticed(tmp_path: Path):
         eagleray.replay(made.out, 8)
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_finite_gradient_is_kept_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forward = DINO.forward
 

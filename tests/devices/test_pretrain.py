@@ -65,6 +65,7 @@ def test_a_short_run_exports_what_timm_loads(
     assert_timm_loads(r)
 
 
+@pytest.mark.slow
 def test_a_continued_run_equals_one_that_was_not_killed(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

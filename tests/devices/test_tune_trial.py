@@ -15,6 +15,7 @@ from eagleray.sweeps import trial as trials
 from eagleray.sweeps.trial import Trial
 
 
+@pytest.mark.slow
 def test_trials_run_on_the_device_and_leave_its_memory_free(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

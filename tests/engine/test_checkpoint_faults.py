@@ -181,7 +181,7 @@ if how == "disk":
 """
 
 
-@pytest.mark.parametrize("how", ["limit", "disk"])
+@pytest.mark.parametrize("how", ["limit", pytest.param("disk", marks=pytest.mark.slow)])
 def test_a_full_disk_costs_checkpoints_and_nothing_else(how: str, tmp_path: Path):
     """Uses a real file system of 14 MiB where one can be mounted."""
     said = {"limit": "File too large", "disk": "No space left on device"}[how]

@@ -170,6 +170,7 @@ def test_what_is_wrong_in_an_export_is_seen(change: tuple[str, str], wanted: str
         comparing.compare(found, tmp_path, program)
 
 
+@pytest.mark.slow
 def test_a_photograph_that_stays_on_its_side_is_seen(tmp_path: Path):
     found = source(tmp_path / "run", **NETWORKS["vit"])
     program = timm_hub.write(found, tmp_path).text

@@ -147,6 +147,7 @@ def test_drloc_is_what_its_keys_say():
     torch.testing.assert_close(out["loss"], out["classes"] + 0.5 * want)
 
 
+@pytest.mark.slow
 def test_drloc_learns_where_tokens_lie():
     """The error is lower than that of always predicting the middle offset."""
     x, y = images(24, size=16)

@@ -496,6 +496,7 @@ def test_backbones_have_the_sizes_that_tables_print():
         assert [millions] * len(sizes) == pytest.approx(sorted(sizes), abs=1, rel=0.01), key
 
 
+@pytest.mark.slow  # every start checks its own
 def test_backbones_take_the_images_of_their_recipes():
     """As every start checks first, without memory for weights."""
     last_of = {bundled.recipe(n).keys.get("backbone", {}).get("name"): n for n in NAMES}

@@ -81,6 +81,7 @@ def test_a_loss_of_each_rank_alone_is_found(tmp_path: Path):
         eagleray.check_method({"name": "cosine_pairs", "dim": 8}, plugins=[write_plugin(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_method_that_gathers_passes(tmp_path: Path):
     path = write_plugin(tmp_path)
     text = path.read_text().replace("z1.mean(0).square()", "dist.gather_with_grad(z1, batch.rows).mean(0).square()")

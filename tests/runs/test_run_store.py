@@ -253,6 +253,7 @@ def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
     assert found == {"train.log", "export/backbone.json", ".fetch"}
 
 
+@pytest.mark.slow  # tests/runs/test_lease.py has it without a server
 def test_one_command_at_a_time_and_the_next_one_once_the_first_is_silent(out: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "DEAD", 3.0)
     monkeypatch.setattr(lease, "BEAT", 0.5)

@@ -15,10 +15,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Return the numbers at the end of a run and its list `health`; nothing while it has not ended. What is of another
     type is left out. Raises UserError when the file is no JSON object."""
     path = folder / layout.SUMMARY
-    return parse_summary(path.read_text() if path.exists() else None, str(path))
+    return parse_summary(path.read_bytes() if path.exists() else None, str(path))
 
 
-def parse_summary(text: str | None, name: str) -> dict[str, Any]:
+def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
     """Return the numbers in the text of the file of this name, as `read_summary` does."""
     try:
         content = json.loads(text or "{}")
