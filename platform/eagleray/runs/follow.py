@@ -79,7 +79,8 @@ class FollowRun:
         step = record["step"]
         text = progress_text(record)
         self.bar.update(self.task, completed=step, rate=text)
-        if not shows_live(out) and (step >= self.next_step or time.monotonic() - self.printed > LONG):
+        due = step >= min(self.next_step, self.steps) or time.monotonic() - self.printed > LONG
+        if not shows_live(out) and due:
             left = seconds_left(step, self.steps, start=self.start, seconds=time.monotonic() - self.began)
             out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}  ETA {left:.0f} s", markup=False)
             self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()

@@ -20,6 +20,7 @@ from eagleray.runs.tracking import DataInput, Tracking, reserve
 
 log = logging.getLogger(__name__)
 LOAD = 30.0  # seconds between two measurements of the machine's load, and two attempts while the server is away
+SOON = 2.0  # seconds that the end of a run waits without a word
 LONGEST = 60.0  # seconds that the end of a run waits for a run that is being opened, request by request
 
 
@@ -119,12 +120,15 @@ class MLflow:
         self.closing.set()
         if self.over:
             return
-        log.info("sending what is left to MLflow at %s", hide_secrets(self.uri))
-        self.thread.join(LONGEST)
-        if self.flying:
-            wait([self.flying], LONGEST)
+        for seconds in (SOON, LONGEST):
+            self.thread.join(seconds)
+            pending = wait([self.flying] if self.flying else (), seconds).not_done
+            if not pending and not self.thread.is_alive():
+                break
+            if seconds == SOON:
+                log.info("waiting for MLflow at %s, %.0f s at most", hide_secrets(self.uri), 2 * LONGEST)
         try:
-            if self.thread.is_alive() or (self.flying and not self.flying.done()):
+            if pending or self.thread.is_alive():
                 raise Outage(f"MLflow at {hide_secrets(self.uri)}: no answer")
             if self.flying:
                 self._landed()
