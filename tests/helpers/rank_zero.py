@@ -10,7 +10,7 @@ def rank_zero(out: str, command: str, after: int = 0, *, thread: bool = True) ->
     """Claim a run, and return what uploads its working folder; with a thread for the signs of life, if wanted."""
     claim = Lease(out, layout.OWNER, command)
     claim.claim(after)
-    mirror = run_store(out).keeper(claim)
+    mirror = run_store(out).mirror(claim)
     assert isinstance(mirror, Mirror)
     if thread:
         claim.start()

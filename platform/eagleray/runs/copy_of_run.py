@@ -32,18 +32,15 @@ class Copy(Background):
         self.histories: dict[str, History] = {}  # as they were listed last
         self.has_run = False  # whether the store had anything then that a rank has written
 
-    def tick(self) -> None:
-        self.fetch()
-
     def __enter__(self) -> "Copy":
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self.fetch()
+        self.tick()
 
-    def fetch(self) -> None:
+    def tick(self) -> None:
         """Download the files that have changed, and delete those that the store no longer has.
 
         One process of this machine does so at a time. Raises UserError, Busy when another one takes longer than
@@ -54,6 +51,8 @@ class Copy(Background):
                 self._fetch()
             except UserError:  # a file has been replaced since it was listed, or else the error comes again
                 self._fetch()
+
+    fetch = tick
 
     def _fetch(self) -> None:
         here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))

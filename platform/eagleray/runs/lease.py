@@ -41,10 +41,6 @@ class Holder:
         """Return whether it was neither released nor left without a sign of life."""
         return not self.record.get("released") and self.age < DEAD
 
-    def is_of(self, command: str) -> bool:
-        """Return whether a process of this command made the claim."""
-        return bool(self.record.get("command") == command)
-
 
 def holder(out: str, name: str, known: int = 0) -> Holder | None:
     """Return the newest claim of a run's lease, or None. `known` is an epoch that there may be though it is not listed.
@@ -66,7 +62,7 @@ def wait_until_silent(out: str, name: str, say: Callable[[str], None], command: 
 
     `say` gets a line before the wait. Raises Busy when the holder gives a sign of life."""
     first, end = None, time.monotonic() + DEAD
-    while (found := holder(out, name, known)) and found.alive and not found.is_of(command):
+    while (found := holder(out, name, known)) and found.alive and found.record.get("command") != command:
         if first is None:
             first = found
             say(f"a process was working on {out} seconds ago: waiting until it is silent for {DEAD:.0f} s")
@@ -84,7 +80,7 @@ class Lease(Background):
     def __init__(self, out: str, name: str, command: str) -> None:
         """`command` is the id of the user's command; processes of one command take a lease from each other."""
         super().__init__("lease")
-        self.out, self.lease, self.command = out, name, command
+        self.out, self.held_as, self.command = out, name, command
         self.at_end: Callable[[], object] = lambda: None  # called when the lease has been closed
         self.id, self.epoch, self.beats = secrets.token_hex(8), 0, 0
         self.lost = False  # another process has taken it
@@ -96,8 +92,8 @@ class Lease(Background):
         Raises Busy when a process of another command holds it, and Outage when no claim can be made."""
         known = after
         for attempt in range(TRIES):
-            known = max(wait_until_silent(self.out, self.lease, say, self.command, known), known) + 1
-            if store.store(self.out).create(self._url(known), self._record()):
+            known = max(wait_until_silent(self.out, self.held_as, say, self.command, known), known) + 1
+            if store.store(self.out).create(_url(self.out, self.held_as, known), self._record()):
                 time.sleep(SETTLE)
                 if self._is_mine(known):
                     break
@@ -105,17 +101,17 @@ class Lease(Background):
         else:
             raise Outage(f"out={self.out}: {TRIES} claims of the run in a row were not accepted by its store")
         self.epoch, self.renewed = known, time.monotonic()
-        for epoch in _epochs(self.out, self.lease):
+        for epoch in _epochs(self.out, self.held_as):
             if epoch < self.epoch:
-                store.store(self.out).delete(_url(self.out, self.lease, epoch))
+                store.store(self.out).delete(_url(self.out, self.held_as, epoch))
 
     def check(self) -> None:
         """Raises Superseded when another process has taken the lease since, and Outage when the store does not say."""
-        later = max(_epochs(self.out, self.lease), default=0)
+        later = max(_epochs(self.out, self.held_as), default=0)
         if later <= self.epoch and self._is_mine(self.epoch):
             return
         self.lost = True
-        found = holder(self.out, self.lease)
+        found = holder(self.out, self.held_as)
         host = f", on {found.record['host']}" if found and "host" in found.record else ""
         what = f"another process has taken this run over{host}" if later else "its files in the store were deleted"
         raise Superseded(f"out={self.out}: {what}; this one ends")
@@ -128,7 +124,7 @@ class Lease(Background):
         """Give a sign of life. Raises Superseded, Outage and OSError."""
         self.check()
         self.beats += 1
-        store.put_bytes(self._url(self.epoch), self._record())
+        store.put_bytes(_url(self.out, self.held_as, self.epoch), self._record())
         self.renewed = time.monotonic()
 
     def close(self) -> None:
@@ -136,18 +132,15 @@ class Lease(Background):
         super().close()
         with contextlib.suppress(UserError, Outage, OSError):  # they wait until it counts as given up
             self.check()
-            store.put_bytes(self._url(self.epoch), self._record(released=True))
+            store.put_bytes(_url(self.out, self.held_as, self.epoch), self._record(released=True))
         self.at_end()
 
     def _is_mine(self, epoch: int) -> bool:
         """Return whether the claim of an epoch is this process's. A claim that has gone had a successor."""
         try:
-            return bool(_look(self.out, self.lease, epoch)[0].get("id") == self.id)
+            return bool(_look(self.out, self.held_as, epoch)[0].get("id") == self.id)
         except FileNotFoundError:
             return False
-
-    def _url(self, epoch: int) -> str:
-        return _url(self.out, self.lease, epoch)
 
     def _record(self, **more: Any) -> bytes:
         record = {"command": self.command, "id": self.id, "host": socket.gethostname(), "beat": self.beats}

@@ -26,7 +26,7 @@ from eagleray.runs.mlflow_log import MLflow
 from eagleray.runs.mlflow_run import RESULTS
 from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
-from eagleray.runs.run_store import FolderClaim, FolderKeeper, run_store
+from eagleray.runs.run_store import FolderClaim, run_store
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.summary import read_summary
@@ -66,7 +66,7 @@ class RunDir:
         self.starts: Attempts | None = None
         self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
         self.claim: FolderClaim | Lease | None = None  # of rank 0
-        self.keeper: FolderKeeper | Mirror | None = None
+        self.mirror: Mirror | None = None
         self.shards: ShardWriter | None = None
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
 
@@ -86,12 +86,12 @@ class RunDir:
         if self.rank == 0:
             self.claim = self._hold()
             self._at_end(self.claim.close)
-            self.epoch, self.keeper = self.claim.epoch, self.store.keeper(self.claim)
+            self.epoch, self.mirror = self.claim.epoch, self.store.mirror(self.claim)
         self.writer = checkpoint.Writer(
             self.checkpoints,
             keep=self.recipe.checkpoint.keep,
             scratch=self.scratch,
-            first=self.keeper.copy if self.keeper else _nothing,
+            first=self.mirror.copy if self.mirror else self.store.flush,
             epoch=self.epoch,
             guard=self.claim.check if self.claim else _nothing,
         )
@@ -105,8 +105,8 @@ class RunDir:
         logger.propagate = False
         self._at_end(handler.close)
         self._at_end(lambda: logger.removeHandler(handler))
-        if self.keeper:
-            self._at_end(self.keeper.close)
+        if self.mirror:
+            self._at_end(self.mirror.close)
 
     def _hold(self) -> FolderClaim | Lease:
         after, patience = last_epoch(checkpoint.blobs_of(self.checkpoints)), 60 * self.recipe.data.patience
@@ -164,8 +164,8 @@ class RunDir:
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)
             self.histories = (self.skipped, self.metrics, self.steps, self.findings)
-            assert self.keeper is not None
-            self.keeper.start()
+            if self.mirror:
+                self.mirror.start()  # no line of a history is dropped any more
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)

@@ -46,25 +46,6 @@ class FolderClaim:
         self.lock.__exit__(None, None, None)
 
 
-class FolderKeeper:
-    """Flushes the histories that rank 0 writes to the disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def start(self) -> None:
-        """Begin to keep them while they grow, once no line of them is dropped any more."""
-
-    def copy(self) -> None:
-        """Keep all files as they are now. Raises Superseded, UserError, Outage and OSError."""
-        for path in self.folder.glob("*.jsonl"):
-            files.sync_file(path)
-        files.sync_folder(self.folder)
-
-    def close(self) -> None:
-        """Keep them for the last time."""
-
-
 class RunStore:
     """The files of a run in a folder. Methods raise UserError, and Outage when a store does not answer.
 
@@ -164,10 +145,16 @@ class RunStore:
         """Return whether a process holds the run under a name, as far as this machine can tell."""
         return files.is_locked(self.view / name)
 
-    def keeper(self, claim: FolderClaim | lease.Lease) -> FolderKeeper | Mirror:
-        """Bring the files of earlier starts into `work`, and return what keeps those that the holder of the run writes
-        there."""
-        return FolderKeeper(self.work)
+    def flush(self) -> None:
+        """Flush the histories in `work` to the disk. Raises OSError."""
+        for path in self.work.glob("*.jsonl"):
+            files.sync_file(path)
+        files.sync_folder(self.work)
+
+    def mirror(self, claim: FolderClaim | lease.Lease) -> Mirror | None:
+        """Bring the files of earlier starts into `work`, and return what uploads those that the holder of the run
+        writes there, or None where they are in their place."""
+        return None
 
 
 class BucketRun(RunStore):
@@ -219,7 +206,7 @@ class BucketRun(RunStore):
         found = lease.holder(self.out, name)
         return found is not None and found.alive
 
-    def keeper(self, claim: FolderClaim | lease.Lease) -> Mirror:
+    def mirror(self, claim: FolderClaim | lease.Lease) -> Mirror:
         assert isinstance(claim, lease.Lease)
         return Mirror(self.out, self.work, claim)
 
