@@ -65,13 +65,8 @@ def test_bfloat16_continues_with_equal_bits(small: Path, shards: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_run_may_change_its_precision(small: Path, shards: Path, tmp_path: Path) -> None:
-    """A checkpoint of before, without a part for the precision, is one of float32."""
     out = tmp_path / "out"
     pretrain(*split(arguments(small, shards, out, "max_steps=2", *KEYS)))
-    state = checkpoint.newest(out / "checkpoints")
-    assert state is not None
-    assert state.pop("precision") == {}
-    checkpoint.save(out / "checkpoints", 2, state, keep=1)
     pretrain(*split(arguments(small, shards, out, "max_steps=4", "precision=bf16", "deterministic=true", *KEYS)))
     assert [r["step"] for r in read_lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
