@@ -104,8 +104,9 @@ class Site:
 
     def verify(self, whole: dict[str, torch.Tensor]) -> None:
         assert_same(self.weights(), whole)
-        folder = self.folder / "reader" if self.out.startswith("s3:") else self.stored
-        Copy(self.out, folder).fetch()
+        folder = self.stored
+        if self.out.startswith("s3:"):
+            Copy(self.out, folder := self.folder / "reader").fetch()
         assert [r["step"] for r in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 

@@ -27,6 +27,7 @@ class Copy(Background):
     def __init__(self, out: str, folder: Path, inside: str = layout.EXPORT, *, may_be_ahead: bool = False) -> None:
         """A copy that `may_be_ahead` is the folder that rank 0 writes: what the store does not have yet stays."""
         super().__init__("copy-of-run")
+        assert store.folder_of(out) is None, f"{out}: would be deleted as a copy of itself"
         self.out, self.folder, self.inside, self.may_be_ahead = out, folder, inside, may_be_ahead
         self.tags: dict[str, object] = {}
         self.histories: dict[str, History] = {}  # as they were listed last
