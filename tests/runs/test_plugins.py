@@ -30,8 +30,8 @@ from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.runs import recipe as recipes
-from eagleray.runs.pretrain import same_on_all
 from eagleray.runs.restore import restore
+from eagleray.runs.step_log import StepLog
 from eagleray.views.operations import operate
 from eagleray.views.sampling import Views
 
@@ -116,10 +116,12 @@ def test_callbacks_see_every_event_in_order(run: Path, mine: Path, shards: Path,
 def test_callbacks_of_all_ranks_see_the_checkpoints_of_rank_0(decision: bool):
     """Rank 1's clock says something else, and does not know whether rank 0 still writes: in a callback that gathers
     something one of them would wait for the other."""
-    world = SimpleNamespace(rank=1, agree=lambda own: [own + decision])
-    plan, guard = SimpleNamespace(recipe=SimpleNamespace(plugins=("mine",))), SimpleNamespace(watches=False)
-    run: Any = SimpleNamespace(world=world, plan=plan, sharded=False, stateful=SimpleNamespace(guard=guard))
-    assert same_on_all(run, not decision) is decision
+    world = SimpleNamespace(rank=1, spot=False, agree=lambda *own: [*own[:-1], own[-1] + decision])
+    folder = SimpleNamespace(stopping=lambda: False, saving=lambda: False)
+    cadence = SimpleNamespace(saves=lambda step: not decision)
+    log: Any = SimpleNamespace(world=world, folder=folder, cadence=cadence, problem=None, warned=0.0)
+    assert StepLog._agreed(log, 3, [], stop=False)
+    assert log.saves is decision
 
 
 @pytest.mark.usefixtures("new_process")

@@ -153,7 +153,8 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
 
 
 def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_path: Path):
-    long = ["optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=7"]
+    """Also the histories, whose lines lie between checkpoints."""
+    long = ["optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=7", "log_steps=4"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(arguments(small, shards, killed, *long))
     wait_for_step(killed, 20, process)
@@ -167,8 +168,11 @@ def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_
     pretrain(*split(arguments(small, shards, whole, *long)))
     assert_same(weights(killed), weights(whole))
     assert json.loads((killed / "summary.json").read_text())["restarts"] == 1
-    steps = [r["step"] for r in read_lines(killed / "metrics.jsonl")]
-    assert steps == list(range(1, 61))
+    assert read_lines(killed / "steps.jsonl") == read_lines(whole / "steps.jsonl")
+    assert [r["step"] for r in read_lines(killed / "steps.jsonl")] == list(range(1, 61))
+    lines = [[(r["step"], r["loss"], r["grad_norm"]) for r in read_lines(o / "metrics.jsonl")] for o in (killed, whole)]
+    assert lines[0] == lines[1]
+    assert [step for step, *_ in lines[0]] == list(range(4, 61, 4))
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_a_checkpoint_whose_optimiser_groups_the_parameters_otherwise_is_refused
     method: Any = torch.nn.Linear(2, 2)
     together = torch.optim.SGD(method.parameters())
     apart = torch.optim.SGD([{"params": [p]} for p in method.parameters()])
-    stateful = Stateful(method, together, *(torch.nn.Module() for _ in range(4)))  # type: ignore[arg-type]
+    stateful = Stateful(method, together, *(torch.nn.Module() for _ in range(5)))  # type: ignore[arg-type]
     with pytest.raises(
         UserError, match=r"step 3 groups the parameters otherwise .*start='\{from: OUT, what: method\}'"
     ):

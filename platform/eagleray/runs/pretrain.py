@@ -49,7 +49,7 @@ from eagleray.runs.restore import pretrained
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.start_guard import StartGuard
-from eagleray.runs.step_log import StepLog
+from eagleray.runs.step_log import OpenLine, StepLog
 from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
@@ -138,7 +138,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
     first = take_progress(plan, method, optimizer, started.source) if started else 0
-    return Stateful(method, optimizer, monitor, precision, StartGuard(plan), Anchor(recipe, method)), first
+    return Stateful(method, optimizer, monitor, precision, StartGuard(plan), Anchor(recipe, method), OpenLine()), first
 
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
@@ -163,12 +163,14 @@ def train(run: RankRun, start: int) -> int:
     loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, start, loader.rows)
     stateful.monitor.step = step = start
-    step_log = StepLog(plan, world, folder, open_quarantine(run), stateful.monitor, clock)
     cadence = Cadence(plan, start)
+    step_log = StepLog(
+        plan, world, folder, open_quarantine(run), stateful.monitor, clock, line=stateful.line, cadence=cadence
+    )
     batches = step_log.feed(loader, start)
     if plan.recipe.profile and world.rank == 0:
         batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
-    method, optimizer, _, precision, guard, _ = stateful
+    method, optimizer, precision, guard = stateful.method, stateful.optimizer, stateful.precision, stateful.guard
     lost = ""
     wrap = wrapper(plan.recipe, world, stateful)
     for taken in optimizer_steps(plan.recipe, method, optimizer, batches, precision, wrap):
@@ -181,11 +183,12 @@ def train(run: RankRun, start: int) -> int:
             write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
         if cadence.evaluates(step):
             cadence.saved(step)
-        if same_on_all(run, cadence.saves(step) and not folder.saving()):
+        if step_log.saves and cadence.saved_step < step:
+            step_log.settle(step)
             save_checkpoint(run, step)
             cadence.saved(step)
         step_log.mark = time.perf_counter()
-    if step_log.values:  # the steps ended early
+    if step_log.taken:  # the steps ended early
         write_record(run, step_log, plan.at(step - 1), evaluation=False)
     if cadence.saved_step < step and not lost:
         save_checkpoint(run, step)
@@ -241,14 +244,6 @@ def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int,
         size = choose_micro_batch(plan.recipe, stateful.method, precision, at, rows, model, moments)
         set_micro_batch(stateful.method, size)
         stateful.monitor.forget()
-
-
-def same_on_all(run: RankRun, decision: bool) -> bool:
-    """Return the decision of rank 0 where all ranks work together on a checkpoint: where weights are sharded, or
-    compared with those at the start, and where the callbacks of a plug-in may do so."""
-    if not (run.sharded or run.stateful.guard.watches or run.plan.recipe.plugins):
-        return decision
-    return run.world.agree(decision and run.world.rank == 0)[0] > 0
 
 
 def open_quarantine(run: RankRun) -> Quarantine:

@@ -17,7 +17,7 @@ from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start_guard import StartGuard
-from eagleray.runs.step_log import Clock
+from eagleray.runs.step_log import Clock, OpenLine
 
 
 class Stateful(NamedTuple):
@@ -29,6 +29,7 @@ class Stateful(NamedTuple):
     precision: Precision
     guard: StartGuard
     anchor: Anchor
+    line: OpenLine
 
 
 class RankRun(NamedTuple):

@@ -113,7 +113,7 @@ def check_state(task: Task, state: dict[str, Any] | None, images: int) -> None:
 
 def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: int) -> Taken:
     """Take the steps from `begin` to that of the task, and return what came out of it."""
-    method, optimizer, monitor, precision, _, _ = stateful
+    method, optimizer, monitor, precision = stateful[:4]
     loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, begin, loader.rows)
     bad: list[BadSample] = []

@@ -159,7 +159,8 @@ class RunDir:
             lines = read_history(self.path / layout.METRICS)
             reached = lines[-1]["step"] if lines else 0
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
-            self.skipped = JsonLines(self.path / layout.SKIPPED)
+            skipped = self.path / layout.SKIPPED  # which most runs do not have
+            self.skipped = JsonLines(skipped, step=step if skipped.exists() else None)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
             self.findings = JsonLines(self.path / layout.HEALTH, step=step)

@@ -19,6 +19,7 @@ from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
 from eagleray.runs import layout, local_forecast, metrics
+from eagleray.runs.cadence import Cadence
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
@@ -78,14 +79,48 @@ class StepTable:
         return [dict(zip(REPEATED, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
+class OpenLine:
+    """The steps since the last line of metrics.jsonl, over all ranks. A checkpoint holds them, so that the next line
+    is the same whether a process was killed before it or not."""
+
+    def __init__(self) -> None:
+        self.table = StepTable([], torch.empty(0, 0))
+        self.skips = 0  # steps without a finite gradient in a row, up to the last one
+
+    def add(self, table: StepTable) -> None:
+        """Add steps."""
+        rows = [self.table.rows, table.rows] if len(self.table.rows) else [table.rows]
+        self.table = StepTable(table.names, torch.cat(rows))
+
+    def close(self) -> StepTable:
+        """Return the steps of the line, after which another one begins."""
+        table, self.table = self.table, StepTable([], torch.empty(0, 0))
+        return table
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": self.table.names, "rows": self.table.rows, "skips": self.skips}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.table, self.skips = StepTable(list(state["names"]), state["rows"]), int(state["skips"])
+
+
 class StepLog:
-    """Collects the values of steps on the device, which are read only when a line is written."""
+    """Collects the values of steps on the device, which are read only when a line is written or a checkpoint saved."""
 
     def __init__(
-        self, p: Plan, world: World, folder: RunDir, quarantine: Quarantine, monitor: Monitor, clock: Clock
+        self,
+        p: Plan,
+        world: World,
+        folder: RunDir,
+        quarantine: Quarantine,
+        monitor: Monitor,
+        clock: Clock,
+        line: OpenLine,
+        cadence: Cadence,
     ) -> None:
         """Called by all ranks together."""
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
+        self.line, self.cadence = line, cadence
         self.health = Health(monitor.layers, p.lr.value, p.frozen_steps)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
@@ -93,7 +128,9 @@ class StepLog:
         self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
-        self.waited, self.since, self.skips = 0.0, time.perf_counter(), 0
+        self.taken = 0  # steps since the last line that this process has taken
+        self.saves = False  # whether a checkpoint is due after this step; the same on all ranks
+        self.waited, self.since = 0.0, time.perf_counter()
         self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
         self.warned = time.monotonic()  # when ranks were last asked
         # why there are no more batches; the same on all ranks
@@ -107,7 +144,7 @@ class StepLog:
             before = loader.waited
             batch, bad = self._next(batches)
             self.waited += loader.waited - before  # without the work that the loader does in this process
-            if not self._agreed(bad, stop=batch is None) or batch is None:
+            if not self._agreed(step, bad, stop=batch is None) or batch is None:
                 return
             self.indices.append(batch.index)
             yield self.p.at(step), batch
@@ -116,6 +153,7 @@ class StepLog:
         """Add the values and the duration of a step."""
         self.clock.useful += time.perf_counter() - self.mark
         self.values.append(taken.values)
+        self.taken += 1
         self.monitor.watch(taken)
 
     def _next(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
@@ -125,13 +163,15 @@ class StepLog:
             self.problem = e
             return None, []
 
-    def _agreed(self, bad: list[BadSample], *, stop: bool) -> bool:
+    def _agreed(self, step: int, bad: list[BadSample], *, stop: bool) -> bool:
         """Return whether every rank has a batch and the run was not asked to stop. Bad samples of all ranks go into
-        quarantine."""
+        quarantine. Rank 0 says whether it will save a checkpoint after the step."""
+        save = self.world.rank == 0 and self.cadence.saves(step + 1) and not self.folder.saving()
         due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
-        stops, broken, failed, ask = self.world.agree(
-            stop or self.folder.stopping(), len(bad), self.problem is not None, due
+        stops, broken, failed, ask, saves = self.world.agree(
+            stop or self.folder.stopping(), len(bad), self.problem is not None, due, save
         )
+        self.saves = bool(saves)
         if failed:
             self.problem = next(e for e in dist.gather_objects(self.problem) if e)
         if broken:
@@ -146,15 +186,34 @@ class StepLog:
                 self.problem = self.problem or Preempted("a machine of this run is about to be taken away or added")
         return not (stops or self.problem)
 
+    def settle(self, step: int) -> None:
+        """Write the lines of all steps so far, before a checkpoint of this step is saved. Called by all ranks together.
+        Raises UserError when too many steps in a row had no finite gradient."""
+        self._check(step, self._write_steps(step))
+
+    def _write_steps(self, step: int) -> list[float]:
+        """Write a line for each step that has none yet, and return which of them were skipped. The host waits."""
+        if not self.values:
+            return []
+        table = StepTable.of(self.values, self.rows)
+        first = step + 1 - len(self.values)
+        self.folder.log_steps([{"step": first + i, **line} for i, line in enumerate(table.lines())])
+        self.line.add(table)
+        self.values = []
+        failed = table.skipped.float()
+        if metrics.LOSS_SCALE in table.names:
+            # Above 1 the gradient may have overflowed float16, which a smaller scale cures.
+            failed = failed * (table.column(metrics.LOSS_SCALE) < 1)
+        return failed.tolist()  # type: ignore[no-any-return]
+
     def flush(self, at: Progress, lr: float) -> dict[str, Any]:
         """Return a line of metrics.jsonl: means over all ranks and over the steps since the last line."""
-        table = StepTable.of(self.values, self.rows)
+        failed = self._write_steps(at.step + 1)
+        table, taken = self.line.close(), self.taken
         seconds = time.perf_counter() - self.since
         record = {"step": at.step + 1, "epoch": round((at.step + 1) / at.steps_per_epoch, 4), "lr": lr}
         record |= table.means()
-        first = at.step + 2 - len(self.values)
-        self.folder.log_steps([{"step": first + i, **line} for i, line in enumerate(table.lines())])
-        record[metrics.IMAGES_PER_S] = round(len(self.values) * self.p.stream.batch / seconds, 2)
+        record[metrics.IMAGES_PER_S] = round(taken * self.p.stream.batch / seconds, 2)
         record |= self._of_device(record[metrics.IMAGES_PER_S], at)
         record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
@@ -166,12 +225,8 @@ class StepLog:
         self.folder.note_findings(found)
         for finding in found if self.world.rank == 0 else ():
             self.world.show(asdict(finding), self.p.steps)
-        failed = table.skipped.float()
-        if metrics.LOSS_SCALE in record:
-            # Above 1 the gradient may have overflowed float16, which a smaller scale cures.
-            failed = failed * (table.column(metrics.LOSS_SCALE) < 1)
-        self._check(at, failed.tolist())
-        self.values, self.waited, self.since = [], 0.0, time.perf_counter()
+        self._check(at.step + 1, failed)
+        self.taken, self.waited, self.since = 0, 0.0, time.perf_counter()
         return record
 
     def _of_device(self, images_per_s: float, at: Progress) -> dict[str, float]:
@@ -181,16 +236,16 @@ class StepLog:
             found[metrics.MEMORY_PEAK] = devices.memory_peak(self.world.device)
         return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}
 
-    def _check(self, at: Progress, skipped: list[float]) -> None:
-        """Write the images of steps without a finite gradient to skipped.jsonl. Raises UserError when there
-        are too many of them in a row."""
-        first = at.step + 1 - len(skipped)
+    def _check(self, step: int, skipped: list[float]) -> None:
+        """Write the images of steps without a finite gradient, of those up to this one, to skipped.jsonl. Raises
+        UserError when there are too many of them in a row."""
+        first = step - len(skipped)
         for i, skip in enumerate(skipped):
-            self.skips = self.skips + 1 if skip > 0.5 else 0
+            self.line.skips = self.line.skips + 1 if skip > 0.5 else 0
             if skip > 0.5:
                 keys = [k for part in dist.gather_objects(self._keys(self.indices[i - len(skipped)])) for k in part]
                 self.folder.note_skip(first + i + 1, keys)
-            if self.skips == SKIPS:
+            if self.line.skips == SKIPS:
                 raise UserError(
                     f"step {first + i + 1}: no finite gradient in {SKIPS} steps in a row; a lower optim.lr.value or an "
                     f"optim.clip may help; {self.folder.path / layout.SKIPPED} lists the images"
