@@ -40,22 +40,25 @@ def steps_of(out: Path) -> int:
     return sum(r[-1]["step"] for p in out.glob("trials/*/metrics.jsonl") if (r := read_lines(p)))
 
 
+def runs_one(out: Path) -> bool:
+    """Whether a trial is marked as running, which a trial of small steps may be late for."""
+    return any(r["state"] == "running" for r in rows(out))
+
+
 @pytest.mark.timeout(4 * LONG)
 def test_a_sweep_killed_twice_ends_as_one(sweep: Path, shards: Path, tmp_path: Path):
     """Every trial once, in the folder and in MLflow; and the best recipe gives the same number again."""
     out = tmp_path / "out"
     process = start(sweep, shards, out)
-    wait_until(lambda: steps_of(out) > 12, process)
+    wait_until(lambda: steps_of(out) > 12 and runs_one(out), process)
     for more in (20, None):
         process.kill()
         process.communicate()
-        left = Counter(r["state"] for r in rows(out))
-        assert left["running"]
         before = {r["id"]: r for r in rows(out)}
         process = start(sweep, shards, out, "--resume")
         if more:
             known = steps_of(out)
-            wait_until(lambda: steps_of(out) > known + more, process)  # noqa: B023
+            wait_until(lambda: steps_of(out) > known + more and runs_one(out), process)  # noqa: B023
     text = wait(process)
     assert process.returncode == 0, text
     assert "continues" in text
