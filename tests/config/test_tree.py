@@ -22,7 +22,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path, 
     ("text", "value"),
     [
         ("a=1", 1),
-        ("a=1e-3", "1e-3"),  # YAML's rule; the recipe's type makes a number of it
+        ("a=1e-3", 1e-3),
         ("a=[x, y]", ["x", "y"]),
         ("a=s3://b/{00..03}.tar", "s3://b/{00..03}.tar"),
         ("a=/x/{a,b}-{0..3}.tar", "/x/{a,b}-{0..3}.tar"),

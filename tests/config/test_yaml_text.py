@@ -27,11 +27,11 @@ MERGED = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{NINE.format(i - 1)}
         ("[" + "1," * 300_000 + "]", "more than 100,000 values"),
         ("x" * 2_000_000, "expected at most 1,048,576"),
         ("seed: " + "9" * 5000, "a number of 5,000 characters"),
-        ("seed: " + "1:" * 100_000 + "1", "a number of 200,001 characters"),
-        ("seed: 2001-99-99", "month must be in 1..12"),
+        ("a: !!timestamp 2001-99-99", "timestamp: not a kind of value"),
+        ("a: {!!merge x: {b: 1}}", "merge: not a kind of value"),
         ("a: !!python/object/apply:os.system [x]", "python/object/apply:os.system: not a kind of value"),
-        ("a: !!int x", "invalid literal"),
-        ("a: !!bool x", "not a value of its type"),
+        ("a: !!int x", "'x': not a value of the type int"),
+        ("a: !!bool x", "'x': not a value of the type bool"),
     ],
     ids=lambda text: text[:20],
 )
@@ -43,7 +43,7 @@ def test_what_would_take_long_or_run_is_refused(text: str, message: str, tmp_pat
     assert time.process_time() - began < 10
 
 
-@pytest.mark.parametrize("text", ["a: &x {b: [1, 2.5, yes, null]}\nc: *x", "", "a: 1e-3", "a: {<<: {b: 1}, c: 2}"])
+@pytest.mark.parametrize("text", ["a: &x {b: [1, 2.5, true, null]}\nc: *x", "", "a: 1.0e-3", "- 'x y'\n- |\n  z\n"])
 def test_what_is_within_the_bounds_is_what_yaml_says(text: str):
     assert parse(text) == yaml.safe_load(text)
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-import yaml
-
 from eagleray.base.errors import UserError
+from eagleray.config import yaml_text
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -25,8 +24,7 @@ def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
 
 def text_of(value: Any) -> str:
     """Return a value as YAML on one line. Reading this line gives the same value."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return yaml_text.dump_line(_plain(value))
 
 
 def _plain(value: Any) -> Any:

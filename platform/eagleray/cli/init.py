@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from eagleray.base.console import out, say
 from eagleray.base.errors import UserError
 from eagleray.base.files import check_local, writing
+from eagleray.config import yaml_text
 
 # The recipe that each method starts from, where it is not its first one on ImageNet.
 BASES: Mapping[str, str] = {
@@ -137,4 +137,4 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Sequence[str]:
 
 def _flow(value: Any) -> str:
     """Return a value as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).strip().removesuffix("\n...")
+    return yaml_text.dump_line(value)

@@ -41,7 +41,7 @@ def recipes() -> dict[str, ShippedRecipe]:
     for path in sorted(folder(FOLDERS["recipe"]).glob("*/*.yaml")):
         if path.parent.name == SCHEDULES:
             continue
-        tree = yaml_text.parse(path.read_text())
+        tree = yaml_text.parse_written(path.read_text())
         for one in expand(path, tree):
             if one.name in shipped:
                 raise RecipeError(f"{path}: {one.name}: {shipped[one.name].file} has a recipe of this name too")

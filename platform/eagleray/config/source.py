@@ -8,6 +8,12 @@ from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
 
+SCALAR = str | int | float  # the folder 2024 is a number to YAML
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, SCALAR) else value
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Source:
@@ -19,7 +25,7 @@ class Source:
     where: str | None = None  # expression of SQL about a sample's columns: those for which it is true are read
     weight: str | None = None  # expression of SQL: how often an epoch reads a sample, in the mean
     exclude: str | None = None  # Parquet or CSV file with a column `key`: these samples are not read
-    columns: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ()  # such files
+    columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # such files
     share: Annotated[float, Field(gt=0)] | None = None  # of an epoch, beside the shares of the other sources
 
     @property
@@ -29,8 +35,8 @@ class Source:
 
 
 def _as_list(value: Any) -> Any:
-    items = [value] if isinstance(value, str | Mapping) else value
-    return [{"url": i} if isinstance(i, str) else i for i in items] if isinstance(items, list | tuple) else value
+    items = [value] if isinstance(value, SCALAR | Mapping) else value
+    return [{"url": i} if isinstance(i, SCALAR) else i for i in items] if isinstance(items, list | tuple) else value
 
 
 def _shortest_form(sources: tuple[Source, ...]) -> Any:

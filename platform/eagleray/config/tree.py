@@ -25,6 +25,7 @@ from pydantic_core import ArgsKwargs
 
 from eagleray.base.errors import UserError, has_secrets
 from eagleray.config import register, signature, yaml_text
+from eagleray.config.written import validated
 
 ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -51,7 +52,7 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
     if path := yaml_text.find(tree, yaml_text.is_huge):
         raise RecipeError(f"{source}: {path}: expected a number that fits into 64 bits")
     try:
-        checked: T = TypeAdapter(kind).validate_python(tree)
+        checked = validated(TypeAdapter[T](kind).validate_python, tree)
     except ValidationError as e:
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]} ..." for line in explain(e, kind)]
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
@@ -74,7 +75,7 @@ def chosen(recipe: object) -> dict[str, Any]:
 
 def dump(recipe: object) -> str:
     """Return the resolved recipe as YAML, from which `load` reads an equal recipe."""
-    return yaml.safe_dump(to_plain(recipe), sort_keys=False)
+    return yaml_text.dump(to_plain(recipe))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -105,7 +106,7 @@ def read(
     the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError.
     """
     try:
-        tree = yaml_text.parse(path.read_text())
+        tree = yaml_text.parse_written(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
     except yaml.YAMLError as e:
@@ -139,7 +140,7 @@ def override(item: str) -> dict[str, Any]:
     if not equals or not all(key.split(".")):
         raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
     try:
-        value = yaml_text.parse(text)
+        value = yaml_text.parse_written(text)
     except ValueError as e:
         raise RecipeError(f"{key}: {e}") from None
     except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them
@@ -190,9 +191,9 @@ class Part:
 class _PartError(ValueError):
     """Reports the wrong keys of a Part to the validator of the recipe."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], cause: ValidationError | None = None) -> None:
         super().__init__("; ".join(lines))
-        self.lines = lines
+        self.lines, self.cause = lines, cause
 
 
 def part_of(package: str) -> Any:
@@ -221,7 +222,7 @@ def part_of(package: str) -> Any:
         try:
             full = model.model_validate(args)
         except ValidationError as e:
-            raise _PartError([f".{line}" for line in explain(e, model)]) from None
+            raise _PartError([f".{line}" for line in explain(e, model)], e) from None
         return Part(package, name, {key: getattr(full, key) for key in model.model_fields})
 
     def write(part: Part, info: SerializationInfo) -> dict[str, Any]:

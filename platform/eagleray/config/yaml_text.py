@@ -5,25 +5,30 @@ from typing import Any
 
 import yaml
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is there
+from eagleray.config.yaml_schema import TAG, Dumper, Loader, plain
+
 CHARACTERS = 2**20
 VALUES = 100_000  # after aliases are replaced by what they stand for
 DEPTH = 64  # of lists and mappings in each other
 DIGITS = 100  # of one number, whose value takes quadratic time
 LARGEST = 2**63 - 1
-NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-KINDS = ("map", "seq", "str", "bool", "null", "timestamp", "merge")
-TAGS = {*NUMBERS, *(f"tag:yaml.org,2002:{kind}" for kind in KINDS)}
+NUMBERS = (f"{TAG}int", f"{TAG}float")
+TAGS = {*NUMBERS, *(f"{TAG}{kind}" for kind in ("map", "seq", "str", "bool", "null"))}
 DEEP = f"lists and mappings nested in each other more than {DEPTH} deep"
 
 
 def parse(text: str) -> Any:
-    """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML, and ValueError for more than the
-    bounds allow, before that takes memory or time."""
+    """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML, and ValueError for a key that stands
+    twice and for more than the bounds allow, before that takes memory or time."""
+    return plain(parse_written(text))
+
+
+def parse_written(text: str) -> Any:
+    """Return the same with numbers that know how they were written, of which `validated` makes what the keys expect."""
     if len(text) > CHARACTERS:
         raise ValueError(f"{len(text):,} characters; expected at most {CHARACTERS:,}")
     _check_events(text)
-    loader = LOADER(text)
+    loader = Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -31,16 +36,25 @@ def parse(text: str) -> Any:
         if (count := _count(node, {}, 0)) > VALUES:
             raise ValueError(f"{count:.3g} values with all aliases; expected at most {VALUES:,}")
         return loader.construct_document(node)
-    except (ValueError, KeyError, AttributeError) as e:  # PyYAML's, of a day 99 or of `!!int x`
-        raise ValueError(str(e) if isinstance(e, ValueError) else f"not a value of its type: {e}") from None
     finally:
         loader.dispose()
+
+
+def dump(value: Any, **options: Any) -> str:
+    """Return a value as YAML, which `parse` reads as the same value. The options are PyYAML's."""
+    return str(yaml.dump(value, Dumper=Dumper, **{"sort_keys": False, **options}))
+
+
+def dump_line(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _check_events(text: str) -> None:
     """Read the text from its beginning to its end without building anything. Raises ValueError."""
     depth = 0
-    for number, event in enumerate(yaml.parse(text, LOADER)):
+    for number, event in enumerate(yaml.parse(text, Loader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH:
             raise ValueError(DEEP)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from pydantic import PositiveInt, PydanticUserError, TypeAdapter, ValidationError, create_model
+from yaml import YAMLError
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import signature
+from eagleray.config import signature, yaml_text
+from eagleray.config.written import validated
 from eagleray.protocols.outcome import Outcome
 
 # The data that a protocol may need, and the options of `eagleray evaluate` that name it.
@@ -100,7 +101,7 @@ class Protocol:
         hints = {name: hint for name, (hint, _) in self.keywords.items()} | EXTRACTION
         model = create_model("settings", __config__=config.STRICT, **{k: (hints[k], ...) for k in settings})  # type: ignore[call-overload]
         try:
-            typed = model.model_validate({k: parse_option(v, hints[k]) for k, v in settings.items()})
+            typed = validated(model.model_validate, {k: parse_option(v, hints[k]) for k, v in settings.items()})
         except ValidationError as e:
             raise UserError("; ".join(f"--{line}" for line in config.explain(e, model))) from None
         return {k: getattr(typed, k) for k in settings}
@@ -128,9 +129,9 @@ def parse_option(value: Any, hint: Any) -> Any:
     if hint is str or not isinstance(value, str):
         return value
     try:
-        parsed = yaml.safe_load(value)
+        parsed = yaml_text.parse_written(value)
         if "tuple" in str(hint) and not isinstance(parsed, list):
-            parsed = yaml.safe_load(f"[{value}]")
-    except yaml.YAMLError:
+            parsed = yaml_text.parse_written(f"[{value}]")
+    except (YAMLError, ValueError):
         return value
     return parsed

@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from eagleray.config import yaml_text
 from eagleray.evaluation.results import UNTRAINED as BARE
 from eagleray.evaluation.results import Result, format_settings, without_twins
 from eagleray.reports import plots
@@ -331,7 +330,7 @@ def recipe(run: Run) -> list[Texts]:
     inner = {k: v for k, v in run.recipe.items() if isinstance(v, dict | list)}
     alone = {k: v for k, v in run.recipe.items() if k not in inner}
     parts = [*([("run", alone)] if alone else []), *inner.items()]
-    texts = [(k, yaml.safe_dump(v, sort_keys=False, allow_unicode=True).rstrip()) for k, v in parts]
+    texts = [(k, yaml_text.dump(v, allow_unicode=True).rstrip()) for k, v in parts]
     return [Texts(texts)] if texts else []
 
 

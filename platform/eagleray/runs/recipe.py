@@ -290,7 +290,7 @@ def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
         tree = config.merge(tree, config.override(item))
     if plugins:
         tree["plugins"] = [*(tree.get("plugins") or ()), *plugins]
-    return tree | {"out": tree.get("out") or f"runs/{title}"}
+    return tree | ({"out": f"runs/{title}"} if tree.get("out") in (None, "") else {})
 
 
 def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, named: bool = False) -> Recipe:

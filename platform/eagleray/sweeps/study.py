@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.config import yaml_text
 from eagleray.config.plugins import Plugin
 from eagleray.runs.layout_of_sweep import BEST, REPORTS, ROWS, SWEEP, TABLE
 from eagleray.runs.recipe import Recipe
@@ -164,7 +163,7 @@ def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers
     tree = config.to_plain(recipe) | {"out": f"{study.out}/best", "workers": workers}
     text = f"# Trial {best['id']} of {study.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
     path = study.folder / BEST
-    files.write_atomic(path, text + yaml.safe_dump(tree, sort_keys=False))
+    files.write_atomic(path, text + yaml_text.dump(tree))
     return path
 
 
