@@ -11,7 +11,9 @@ from eagleray import config
 from eagleray.api.overrides import overrides_of
 from eagleray.base.errors import UserError
 from eagleray.config import plugins, yaml_text
+from eagleray.protocols.registry import PROTOCOLS
 from eagleray.runs import recipe
+from eagleray.sweeps import sweep
 
 NAME = "mocov3_vitxs8_cifar10_ep2"
 TWICE = "base: mocov3_vitxs8_cifar10_ep2\noptim: {batch: 64}\ndata: {lanes: 32}\noptim: {epochs: 3}\n"
@@ -99,3 +101,21 @@ def test_text_from_python_stays_text():
         [line] = overrides_of({"data.cache": text})
         assert config.override(line) == {"data": {"cache": text}}
         assert recipe.load(NAME, [line]).data.cache == text
+
+
+def test_a_sweep_reads_the_same_and_so_does_its_folder(tmp_path: Path):
+    path = tmp_path / "s.yaml"
+    path.write_text(f"{{recipe: {NAME}, out: 2024, trials: 010, space: {{seed: {{choice: [010, 0o10]}}}}}}")
+    found = sweep.load(str(path), ["data.train=1.10", "optim.epochs=020"])
+    path.write_text(config.dump(found))
+    for each in (found, sweep.load(str(path))):
+        [branch] = each.alternatives.values()
+        assert (each.out, each.trials, branch.space["seed"].options) == ("2024", 10, (10, 8))
+        assert isinstance(branch.recipe, dict)
+        assert (branch.recipe["data"]["train"], branch.recipe["optim"]["epochs"]) == ("1.10", 20)
+
+
+def test_settings_of_protocols_mean_the_same():
+    parse = PROTOCOLS["knn"].parse
+    assert parse({"k": "010", "ks": "010,0x10"}) == {"k": 10, "ks": (10, 16)}
+    assert parse({"temperature": "1e-1"}) == {"temperature": 0.1}

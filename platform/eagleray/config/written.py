@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from eagleray.config.yaml_schema import Float, Int, plain
 
@@ -21,13 +21,19 @@ def validated(validate: Callable[[Any], T], tree: Any) -> T:
     try:
         return validate(plain(tree))
     except ValidationError:
-        texts = texts_in(validate, tree)
+        texts = _texts(validate, tree)
         if not texts:
             raise
     return validate(plain(tree, texts))
 
 
-def texts_in(validate: Callable[[Any], Any], tree: Any) -> frozenset[int]:
+def settled(kind: Any, tree: Any) -> Any:
+    """Return a tree for a dataclass `kind` with plain numbers, and with text where its keys expect it. The tree need
+    not be valid."""
+    return plain(tree, _texts(TypeAdapter(kind).validate_python, tree))
+
+
+def _texts(validate: Callable[[Any], Any], tree: Any) -> frozenset[int]:
     """Return the ids of the numbers of a tree that are text by the types of their keys."""
     try:
         validate(tree)

@@ -121,6 +121,6 @@ def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, dict):
         return {plain(k, texts): plain(v, texts) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(plain(v, texts) for v in value)
     return value

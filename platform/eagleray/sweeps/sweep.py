@@ -17,6 +17,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config import plugins as loading
 from eagleray.config.types import ModelName, Share
+from eagleray.config.written import settled
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
 from eagleray.runs.metrics import KNN_TOP1
@@ -215,7 +216,7 @@ def _join(
     if listed:  # trials find them by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=tree, space=space)
+    return Branch(recipe=settled(Recipe, tree), space=space)  # as it is written to the folder of the sweep
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
