@@ -100,7 +100,8 @@ def ended(done: list[dict[str, Any]], before: dict[str, dict[str, Any]], trials:
 def trained_on(*nodes: Path) -> None:
     """Trials ran on each of some nodes, which keep their files in these folders."""
     for node in nodes:
-        assert list((node / "eagleray" / "runs").glob(f"*/work/{layout.METRICS}")), f"no trial ran on {node.name}"
+        kept = (node / "eagleray" / "runs").rglob(layout.METRICS)
+        assert any(path.parent.name == "work" for path in kept), f"no trial ran on {node.name}"
 
 
 def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, Any], *more: str) -> dict[str, Any]:

@@ -202,14 +202,17 @@ class BehindBucket(CountingBucket):
         return [Blob(f"{OUT}/{name}", 5) for name in self.listed]
 
 
-def test_a_claim_that_is_listed_and_has_gone_ends_no_wait_and_supersedes_earlier_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
-):
+@pytest.fixture
+def behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> BehindBucket:
     bucket = BehindBucket(tmp_path)
     monkeypatch.setitem(store.STORES, "s3", bucket)
+    return bucket
+
+
+def test_a_claim_that_is_listed_and_has_gone_ends_no_wait_and_supersedes_earlier_ones(behind: BehindBucket):
     old, new = (Lease(OUT, layout.OWNER, name) for name in "ab")
     old.claim()
-    bucket.listed = [".owner-000003"]
+    behind.listed = [".owner-000003"]
     new.claim()
     assert new.epoch == 4
     new.check()
@@ -217,9 +220,7 @@ def test_a_claim_that_is_listed_and_has_gone_ends_no_wait_and_supersedes_earlier
         old.check()
 
 
-def test_a_claim_that_is_not_listed_keeps_others_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None):
-    bucket = BehindBucket(tmp_path)
-    monkeypatch.setitem(store.STORES, "s3", bucket)
+def test_a_claim_that_is_not_listed_keeps_others_away(behind: BehindBucket):
     first, second = (Lease(OUT, layout.OWNER, name) for name in "ab")
     first.claim()
     first.start()
@@ -231,10 +232,8 @@ def test_a_claim_that_is_not_listed_keeps_others_away(tmp_path: Path, monkeypatc
     assert second.epoch == 2
 
 
-def test_a_store_that_accepts_no_claim_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None):
-    bucket = BehindBucket(tmp_path)
-    bucket.create = lambda url, data: False  # type: ignore[method-assign]
-    monkeypatch.setitem(store.STORES, "s3", bucket)
+def test_a_store_that_accepts_no_claim_is_given_up(behind: BehindBucket, monkeypatch: pytest.MonkeyPatch):
+    behind.create = lambda url, data: False  # type: ignore[method-assign]
     monkeypatch.setattr(lease, "TRIES", 3)
     with pytest.raises(Outage, match="3 claims of the run in a row were not accepted by its store"):
         Lease(OUT, layout.OWNER, "a").claim()

@@ -117,7 +117,7 @@ def fit(
 def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
     """Return a function that says whether somebody asks the run of a command to stop; no, while the store does not
     answer. It raises Outage when the store has not answered for `patience` seconds."""
-    run, away = run_store(out), None  # since when it is away
+    run, away = run_store(out), None  # `away` is the time at which the store stopped answering
 
     def look() -> bool:
         nonlocal away
@@ -145,7 +145,7 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a folder each rank has written it
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # a rank writes to a folder itself
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 

@@ -53,5 +53,5 @@ def _expected_texts(error: ValidationError) -> frozenset[int]:
 
 def _lines(error: ValidationError) -> Iterator[Any]:
     for line in error.errors():
-        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # of a part, which has a model of its own
+        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # a part has a model of its own
         yield from _lines(inner) if isinstance(inner, ValidationError) else [line]

@@ -14,7 +14,7 @@ BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
-SCHEMA = (  # in the order in which they are tried, with the characters that a value may begin with
+SCHEMA = (  # patterns are tried in this order where a value begins with one of the characters
     ("null", NULL, ["~", "n", "N", ""]),
     ("bool", BOOL, [*"tTfF"]),
     ("int", INT, [*"-+0123456789"]),
@@ -38,7 +38,7 @@ class Float(float):
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Builds the values of the core schema, with numbers as Int and Float, and refuses a key that stands twice."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # not those of YAML 1.1, and no `<<`
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # those of YAML 1.1 and `<<` are left out
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raises ValueError for a key that stands twice, with both lines."""

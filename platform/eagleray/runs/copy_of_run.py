@@ -30,8 +30,8 @@ class Copy(Background):
         assert store.folder_of(out) is None, f"{out}: would be deleted as a copy of itself"
         self.out, self.folder, self.inside, self.may_be_ahead = out, folder, inside, may_be_ahead
         self.tags: dict[str, object] = {}
-        self.histories: dict[str, History] = {}  # as they were listed last
-        self.has_run = False  # whether the store had anything then that a rank has written
+        self.histories: dict[str, History] = {}  # this is the last listing
+        self.has_run = False  # a rank had written something into the store then
 
     def __enter__(self) -> "Copy":
         self.start()

@@ -29,7 +29,6 @@ NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
 class Part:
     """A file in the store that holds a history from byte `start` on."""
 
-    name: str  # of the history
     epoch: int
     start: int
     blob: Blob
@@ -74,7 +73,7 @@ def histories(blobs: Iterable[Blob]) -> dict[str, History]:
     parts = defaultdict[str, list[Part]](list)
     for blob in blobs:
         if (match := NAMED.fullmatch(blob.url.rpartition("/")[2])) and match[1] in GROWING:
-            parts[match[1]].append(Part(match[1], int(match[2]), int(match[3]), blob))
+            parts[match[1]].append(Part(int(match[2]), int(match[3]), blob))
     return {name: History(found) for name, found in parts.items()}
 
 
@@ -94,7 +93,7 @@ class Upload:
     def __init__(self, out: str, path: Path, epoch: int, whole: int = 0) -> None:
         """The first `whole` bytes of the file are in the store. It loses lines before the first `send` alone."""
         self.out, self.path, self.epoch = out, path, epoch
-        self.start, self.size = -1, -1  # of the last part, and of what was sent of the file
+        self.start = self.size = -1  # the last part begins at `start`, and `size` bytes of the file were sent
         self.stored = _checksums(path, whole)
 
     def send(self, put: Callable[[str, bytes], None]) -> None:

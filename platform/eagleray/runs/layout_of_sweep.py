@@ -1,6 +1,6 @@
 """Name the files in the folder of a sweep, each name once."""
 
-SWEEP = "sweep.yaml"  # as it was begun
+SWEEP = "sweep.yaml"  # the sweep with which the folder was begun
 ROWS = "trials.jsonl"  # a row for each trial
 REPORTS = "reports.jsonl"  # values of the objective
 TABLE = "trials.csv"

@@ -27,8 +27,8 @@ class Mirror(Background):
         super().__init__("mirror")
         self.out, self.folder, self.claim, self.seconds = out, folder, claim, SOON
         self.sent: dict[Path, tuple[int, int]] = {}
-        self.uploads: dict[Path, Upload] = {}  # of the histories
-        self.checked = -math.inf  # when the lease was found held for the last time
+        self.uploads: dict[Path, Upload] = {}  # there is one for each history
+        self.checked = -math.inf  # the lease was found held at this time
         self.lock = threading.Lock()
         self._fetch()
 

@@ -69,7 +69,7 @@ class MLflow:
                 if self.batch:  # there is no public way to ask whether it has been sent
                     sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
                     [self.flying] = sent._operation_futures
-            except Exception as e:  # of a client that has changed: no number is worth a run
+            except Exception as e:  # a new client may have changed, and no number is worth a run
                 self.waiting = self.batch + self.waiting
                 self._lost(e)
 

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 EXPERIMENT = "eagleray"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
 RESULTS = (layout.RECIPE, layout.SUMMARY, layout.HEALTH_PLOT, layout.PLACES)  # the files that a run sends when it ends
-LATER = (layout.RESULTS, "report.html", "report")  # and those that other commands send
+LATER = (layout.RESULTS, "report.html", "report")  # other commands send these
 REPLY = 5  # seconds that a server may take for one answer
-STORED = 120  # and for one file, which it may have to hand on to a store
-RETRIES = 4  # of the client, with pauses of half a minute together, where nobody trains meanwhile
+STORED = 120  # seconds that it may take for a file, which it may have to hand on to a store
+RETRIES = 4  # the client pauses half a minute in all, where nobody trains meanwhile
 MOST = 1000  # numbers in a request, which a server stores whole or not at all
 LOGIN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
 
@@ -68,7 +68,7 @@ def asking(uri: str) -> Iterator[None]:
     """Raise what MLflow's client raises as UserError or Outage."""
     try:
         yield
-    except Exception as e:  # of the client, of the network, of the server
+    except Exception as e:  # client, network and server have classes of their own
         raise told(uri, e) from None
 
 
@@ -136,7 +136,7 @@ class MLflowRun:
         self.latest: dict[str, int] = {}  # last step of every metric at the server
         self.sent = Counter[str]()  # what was missing there
         self.client: Any = None
-        self.run: Any = None  # as it was when it was opened
+        self.run: Any = None  # this is what the server said when it was opened
         self.id = ""
 
     @property
@@ -164,7 +164,7 @@ class MLflowRun:
             self.run = self.with_key(key)
         if self.run:
             if self.run.info.lifecycle_stage != "active":
-                self.experiment()  # where that was deleted, the run was with it
+                self.experiment()  # a deleted experiment took its runs with it
                 raise self.deleted("run", id, f"runs restore --run-id {id}")
             self.id = self.run.info.run_id
             self.latest = {m.key: m.step for m in self.run.data._metric_objs}  # else the whole history is fetched

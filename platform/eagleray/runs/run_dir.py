@@ -65,7 +65,7 @@ class RunDir:
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
-        self.claim: FolderClaim | Lease | None = None  # of rank 0
+        self.claim: FolderClaim | Lease | None = None  # only rank 0 has one
         self.mirror: Mirror | None = None
         self.shards: ShardWriter | None = None
         self.checkpoints, self.scratch = f"{self.out}/checkpoints", self.path / "checkpoints"
@@ -159,7 +159,7 @@ class RunDir:
             lines = read_history(self.path / layout.METRICS)
             reached = lines[-1]["step"] if lines else 0
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
-            skipped = self.path / layout.SKIPPED  # which most runs do not have
+            skipped = self.path / layout.SKIPPED  # most runs have none
             self.skipped = JsonLines(skipped, step=step if skipped.exists() else None)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.steps = JsonLines(self.path / layout.STEPS, step=step)

@@ -8,8 +8,6 @@ from eagleray.runs import layout
 from eagleray.runs.background import Background
 from eagleray.runs.run_store import run_store
 
-PAUSE = 0.2  # seconds between two attempts to write a request
-
 
 class StopRequest(Background):
     """The request of a command that its run saves and stops: an event for a run in this process, a note for others.
@@ -17,7 +15,7 @@ class StopRequest(Background):
     The name of the note ends with the id of the command, so that it is no request to another one, and it is empty: a
     full disk has room for that. It is written again and again until that succeeds or the command ends."""
 
-    seconds = PAUSE
+    seconds = 0.2
 
     def __init__(self, out: str, command: str) -> None:
         super().__init__("ask-to-stop")

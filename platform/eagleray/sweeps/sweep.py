@@ -216,7 +216,7 @@ def _join(
     if listed:  # trials find them by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=settled(Recipe, tree), space=space)  # as it is written to the folder of the sweep
+    return Branch(recipe=settled(Recipe, tree), space=space)  # the folder of the sweep gets this text
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
