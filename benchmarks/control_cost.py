@@ -35,11 +35,12 @@ from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint
 from eagleray.engine.world import World
 from eagleray.runs import pretrain, recipe
+from eagleray.runs.cadence import Cadence
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.plan import make_plan, open_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_dir import RunDir
-from eagleray.runs.step_log import Clock, StepLog
+from eagleray.runs.step_log import Clock, OpenLine, StepLog
 from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
 
@@ -174,7 +175,8 @@ def start(
         world = CountingWorld(exchanges)
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)
-        log = StepLog(plan, world, folder, quarantine, monitor, Clock(time.monotonic(), 0.0))
+        clock, cadence = Clock(time.monotonic(), 0.0), Cadence(plan, state["step"])
+        log = StepLog(plan, world, folder, quarantine, monitor, clock, OpenLine(), cadence)
         at_start.append(bucket.requests[rank] - before)
         logs.append(Rank(rank, folder, log.feed(Steps(), 0)))  # type: ignore[arg-type]
     bucket.rank = 0
