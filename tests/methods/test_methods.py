@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.config.view import View
 from eagleray.data.batch import Batch, whole_boxes
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
 from eagleray.runs.build import build_method, build_optimizer, check_method
@@ -73,12 +73,24 @@ def test_trains_on_every_kind_of_backbone(method: str, backbone: str, tmp_path: 
     before = {n: p.detach().clone() for n, p in m.named_parameters() if p.requires_grad}
     batches: Iterator[tuple[Progress, Batch]] = ((Progress(s, 4, 2), batch_of(recipe, s)) for s in (2, 3, 4, 5))
     optimizer = build_optimizer(recipe, m)
-    for taken in fit(m, batches, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+    for taken in Trainer(m, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(batches):
         assert torch.isfinite(taken.values["loss"])
         assert not taken.values["skipped"]
     still = [n for n, p in m.named_parameters() if n in before and torch.equal(p, before[n])]
     assert not still, "parameters that nothing trains"
     assert encoder_with(m, m.monitored_backbone()).backbone is m.monitored_backbone()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_alone_has_the_loss_of_a_run(method: str, tmp_path: Path):
+    recipe = recipe_of(method, tmp_path)
+    batch, at = replace(batch_of(recipe), index=torch.arange(BATCH)), Progress(0, 1, 1)
+    alone, of_run = build(recipe), build(recipe)
+    torch.manual_seed(0)
+    loss = alone.loss(batch.views, batch.label)
+    torch.manual_seed(0)
+    assert torch.equal(loss, of_run(batch, at)["loss"])
+    assert loss.requires_grad
 
 
 PAIRS = [m for m in METHODS if config.part_constant("eagleray.methods", m, "views")[0] == 2]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import average, ema_copy
 from eagleray.views.mixing import Mixing
@@ -76,6 +76,16 @@ class Method(nn.Module):
         contrastive loss: ln K minus the cross-entropy in nats, which is 0 for a uniform guess among K candidates.
         """
         raise NotImplementedError
+
+    def loss(self, views: Sequence[Tensor], label: Tensor | None = None, at: Progress | None = None) -> Tensor:
+        """Return the loss () of V views (B, 3, S, S), each of a whole image, as in the first step of a run. For a
+        notebook: methods that keep a row for each image need `allocate` first, and here the images are the first B.
+
+        `label` (B,) is the class of each image, and is read by methods that learn from labels alone."""
+        count, device = len(views[0]), views[0].device
+        label = torch.zeros(count, dtype=torch.long, device=device) if label is None else label
+        batch = Batch(list(views), torch.arange(count, device=device), label, (count,), whole_boxes(views))
+        return self(batch, at or Progress(step=0, steps_per_epoch=1, epochs=1))["loss"]  # type: ignore[no-any-return]
 
     def before_step(self, at: Progress) -> None:
         """Change or drop gradients before the optimiser step.
