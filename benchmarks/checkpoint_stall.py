@@ -35,7 +35,7 @@ import torch
 from eagleray.engine import checkpoint
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 from eagleray.runs.recipe import Recipe
 
 USUAL = str(Path(__file__).parent / "recipes" / "mocov3_vits16.yaml")
@@ -89,7 +89,7 @@ def measure(recipe: Recipe, writer: checkpoint.Writer, args: argparse.Namespace)
     method = build_method(recipe).to(world.device)
     optimizer = build_optimizer(recipe, method)
     feed, precision = step.Feed(recipe, world.device, synthetic=True), Precision.of(recipe.precision, world.device)
-    steps = optimizer_steps(recipe, method, optimizer, feed, precision)
+    steps = make_trainer(recipe, method, optimizer, precision).steps(feed)
 
     def take() -> None:
         next(steps)

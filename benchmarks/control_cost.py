@@ -34,11 +34,13 @@ from eagleray.base import dist
 from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint
 from eagleray.engine.world import World
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
+from eagleray.runs.agreement import Agreement, Decision
 from eagleray.runs.cadence import Cadence
 from eagleray.runs.follow import FollowRun
 from eagleray.runs.plan import make_plan, open_plan, resolve_paths
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_checkpoint import newest_checkpoint
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.step_log import Clock, OpenLine, StepLog
 from eagleray.runs.tracking import Tracking
@@ -49,6 +51,7 @@ common.sys.path.insert(0, str(common.ROOT / "tests"))
 from helpers.bucket import CountingBucket  # noqa: E402
 from helpers.recipes import SMALL  # noqa: E402
 
+UNREAD: Any = SimpleNamespace(rows=(), waited=0.0)  # stands in for the loader: nothing is read
 PACE = 0.1  # seconds of a step
 LAST = 10  # the step of the checkpoint that the run continues from
 LINE = {"step": 0, "loss": 1.0, "images_per_s": 100.0, "data_wait": 0.0, "bad_samples": 0} | {
@@ -169,16 +172,16 @@ def start(
         if isinstance(folder.stop_signal, threading.Thread) and folder.stop_signal.ident:
             bucket.ranks[folder.stop_signal.ident] = rank
         plan = open_plan(r, note=lambda _: None)
-        state = pretrain.newest_checkpoint(folder)
+        state = newest_checkpoint(folder)
         assert state is not None
         folder.begin(state["step"], exchanges.ranks, resumes=True)
         world = CountingWorld(exchanges)
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)
-        clock, cadence = Clock(time.monotonic(), 0.0), Cadence(plan, state["step"])
-        log = StepLog(plan, world, folder, quarantine, monitor, clock, OpenLine(), cadence)
+        StepLog(plan, world, folder, quarantine, monitor, Clock(time.monotonic(), 0.0), OpenLine(), UNREAD)
+        agreement = Agreement(world, folder, quarantine, Cadence(plan, state["step"]))
         at_start.append(bucket.requests[rank] - before)
-        logs.append(Rank(rank, folder, log.feed(Steps(), 0)))  # type: ignore[arg-type]
+        logs.append(Rank(rank, folder, decisions(agreement)))
     bucket.rank = 0
     return at_start, logs
 
@@ -190,15 +193,10 @@ class Rank:
         self.rank, self.folder, self.steps = rank, folder, steps
 
 
-class Steps:
-    """Stands in for the loader: batches that are there at once."""
-
-    rows: tuple[int, ...] = ()
-    waited = 0.0
-
-    def batches(self, start: int, stop: int | None, **_: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield empty batches, more than a benchmark takes."""
-        yield from itertools.repeat((SimpleNamespace(index=torch.zeros(1)), []))
+def decisions(agreement: Agreement) -> Iterator[Decision]:
+    """Yield what the ranks decide before each step."""
+    for step in itertools.count(1):
+        yield agreement.decide(step, [], stop=False)
 
 
 def train(logs: list[Rank], bucket: CountingBucket, exchanges: Exchanges, seconds: float) -> tuple[int, float, float]:

@@ -23,7 +23,7 @@ from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.precision import Precision
 from eagleray.runs import recipe
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
@@ -132,7 +132,7 @@ def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> Non
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True)
     batches = [(Progress(10 + i, 10, r.optim.epochs), random_batch(r, method.classes, device)) for i in range(STEPS)]
-    steps = optimizer_steps(r, method, optimizer, batches, Precision.of(r.precision, device))
+    steps = make_trainer(r, method, optimizer, Precision.of(r.precision, device)).steps(batches)
     for i in range(STEPS):
         if i == STEPS - 1:
             last()

@@ -24,7 +24,7 @@ from eagleray.base import devices
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import Step, fit
+from eagleray.engine.loop import Step, Trainer
 from eagleray.methods.drloc import DRLoc
 from eagleray.methods.method import Classifier
 from eagleray.methods.supervised import Supervised
@@ -86,7 +86,7 @@ def measure(methods: dict[str, Classifier], batch: Batch, rounds: int, device: t
 def endless(method: Classifier, batch: Batch) -> Iterator[Step]:
     optimizer = optim.make("adamw", method, decay="matrices")
     steps = ((Progress(step, 100, 10**6), batch) for step in range(10**8))
-    return fit(method, steps, optimizer, lr=lambda _: 1e-4, weight_decay=lambda _: 0.05, clip=5.0)
+    return Trainer(method, optimizer, lr=lambda _: 1e-4, weight_decay=lambda _: 0.05, clip=5.0).steps(steps)
 
 
 def peak(method: Classifier, steps: Iterator[Step], batch: Batch, device: torch.device) -> float:

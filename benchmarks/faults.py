@@ -28,14 +28,15 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.cli.demo import pictures
 from eagleray.config import bundled
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.datasets.shards import write_shards
+from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import local
 from eagleray.methods import simsiam
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.build import build_method
 from eagleray.runs.plan import resolve_paths
-from eagleray.runs.step_log import StepLog
 from eagleray.runs.tracking import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
@@ -93,13 +94,12 @@ FAULTS = {
 
 @contextmanager
 def spoiled(how: str) -> Iterator[None]:
-    feed = StepLog.feed
+    step = Trainer.step
 
-    def spoil(self: StepLog, *args: Any) -> Iterator[tuple[pretrain.Progress, Batch]]:
-        for at, batch in feed(self, *args):
-            yield at, replace(batch, views=SPOIL[how](batch.views))
+    def spoil(self: Trainer, at: Progress, batch: Batch) -> Step:
+        return step(self, at, replace(batch, views=SPOIL[how](batch.views)))
 
-    with patch.object(StepLog, "feed", spoil):
+    with patch.object(Trainer, "step", spoil):
         yield
 
 

@@ -21,10 +21,11 @@ from step import made_up
 from torch import Tensor
 
 from eagleray.base import devices
+from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.engine.loop import Step, fit
+from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import local
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
@@ -99,13 +100,14 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     health = Health(monitor.layers if monitor else [], scaled_lr(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 
-    def feed() -> Iterator[tuple[pretrain.Progress, Batch]]:
+    def feed() -> Iterator[tuple[Progress, Batch]]:
         step = 0
         while True:
-            yield pretrain.Progress(step, 1000, 1000), batch
+            yield Progress(step, 1000, 1000), batch
             step += 1
 
-    steps = fit(method, feed(), optimizer, lr=scaled_lr(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
+    trainer = Trainer(method, optimizer, lr=scaled_lr(r), weight_decay=r.optim.weight_decay, clip=r.optim.clip)
+    steps = trainer.steps(feed())
     clock = time.perf_counter if devices.is_accelerator(device) else time.process_time
 
     def take(n: int) -> float:

@@ -35,7 +35,7 @@ from eagleray.data.reader import Stream
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import recipe
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 from eagleray.runs.plan import make_plan
 from eagleray.runs.pretrain import place
 from eagleray.runs.recipe import Recipe
@@ -126,7 +126,7 @@ class Ours:
         middle = Progress(1000 * r.optim.epochs // 2, 1000, r.optim.epochs)
         batches = ((middle, batch) for batch in self.batches())
         precision = Precision.of(r.precision, local().device)
-        return optimizer_steps(r, method, build_optimizer(r, method), batches, precision)
+        return make_trainer(r, method, build_optimizer(r, method), precision).steps(batches)
 
     def turn(self) -> common.Seconds:
         wall, cpu = time.perf_counter(), time.process_time()

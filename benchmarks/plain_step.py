@@ -23,7 +23,7 @@ from eagleray.data.batch import Batch
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import recipe
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 
 RECIPE = Path(__file__).with_name("recipes") / "peer_simclr.yaml"
 NETWORK, SIZE = "vit_tiny_patch16_224", 96
@@ -69,7 +69,7 @@ def own_steps(batches: list[Tensor], steps: int) -> tuple[Iterator[float], nn.Mo
     index, label = torch.arange(rows), torch.zeros(rows)
     given = ((STEP, Batch(views=list(batches[n % 4]), index=index, label=label, rows=(rows,))) for n in range(steps))
     precision = Precision.of(chosen.precision, local().device)
-    taken = optimizer_steps(chosen, method, build_optimizer(chosen, method), given, precision)
+    taken = make_trainer(chosen, method, build_optimizer(chosen, method), precision).steps(given)
     return (float(step.values["loss"]) for step in taken), encoder
 
 

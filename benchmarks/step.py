@@ -42,7 +42,7 @@ from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import pretrain, recipe
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 from eagleray.runs.plan import make_plan
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import trace_step
@@ -111,7 +111,7 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(world.device)
     with patched(clock, method, optimizer), numerics(precision, deterministic=r.deterministic):
         batches = itertools.islice(feed, args.warmup + args.steps)
-        steps = optimizer_steps(r, method, optimizer, batches, precision)
+        steps = make_trainer(r, method, optimizer, precision).steps(batches)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
     trace = trace_step(r, ranks=1, dataset=IMAGES, dtype=precision.dtype)

@@ -11,7 +11,7 @@ from helpers.simulated_device import DEVICE, simulated
 from eagleray import config
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision, compute_dtype
 from eagleray.runs.build import build_method, build_optimizer
@@ -47,14 +47,9 @@ def test_an_overflow_halves_the_scale_without_a_wait(name: str, tmp_path: Path) 
         with numerics(precision, deterministic=False):
             method = build_method(recipe).to(DEVICE)
             optimizer = build_optimizer(recipe, method)
-            steps = fit(
-                method,
-                batches(recipe, 4, waits),
-                optimizer,
-                lr=lambda _: 1e-3,
-                weight_decay=lambda _: 0.0,
-                precision=precision,
-            )
+            steps = Trainer(
+                method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0, precision=precision
+            ).steps(batches(recipe, 4, waits))
             seen = []
             for i, step in enumerate(steps):
                 assert not waits or i < 2, waits

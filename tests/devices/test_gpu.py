@@ -110,14 +110,9 @@ def steps(r: Recipe, device: torch.device, count: int) -> Iterator[tuple[Method,
     """The method after each of some steps, past warm-up and frozen layers, and what the step gave."""
     method = build_method(r).to(device)
     batch = made_up(r, device)
-    fit = loop.fit(
-        method,
-        ((Progress(step, 10, 10), batch) for step in range(20, 20 + count)),
-        build_optimizer(r, method),
-        lr=lambda _: 1e-3,
-        weight_decay=lambda _: 0.05,
-        clip=3.0,
-    )
+    fit = loop.Trainer(
+        method, build_optimizer(r, method), lr=lambda _: 1e-3, weight_decay=lambda _: 0.05, clip=3.0
+    ).steps((Progress(step, 10, 10), batch) for step in range(20, 20 + count))
     for taken in fit:
         yield method, taken.values
 

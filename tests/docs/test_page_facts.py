@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 
 import pytest
@@ -29,6 +30,12 @@ def test_the_goodput_of_the_pages_is_the_measured_one() -> None:
         for page in ("docs/results.md", "docs/concepts/goodput.md"):
             assert f"{share:.3f}" in (ROOT / page).read_text(), page
         assert f"{100 * share:.1f} %" in (ROOT / "README.md").read_text()
+
+
+def test_the_loop_of_its_page_is_the_one_of_the_code() -> None:
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/concepts/loop.md").read_text(), re.M | re.S)
+    assert block
+    assert textwrap.indent(block[1], " " * 8) in (ROOT / "platform/eagleray/runs/train.py").read_text()
 
 
 def test_the_run_folder_lists_every_file_of_a_run() -> None:

@@ -14,7 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.methods.ibot import IBOT
 from eagleray.methods.method import Method
 from eagleray.methods.mpp import MPP
@@ -226,7 +226,7 @@ def test_fit_leaves_the_rate_of_a_constant_part(name: str):
         optimizer = optim.make(name, method, decay="all", constant=("predictor",), constant_lr=0.1)
         torch.manual_seed(1)
         batches = [(Progress(0, 1, 1), Batch([torch.randn(8, 5)], none, none, (8,)))]
-        for _ in fit(method, batches, optimizer, lr=lr, weight_decay=lambda _: 0.0):
+        for _ in Trainer(method, optimizer, lr=lr, weight_decay=lambda _: 0.0).steps(batches):
             pass
         return {n: (p - before[n]).norm().item() for n, p in method.named_parameters()}
 
@@ -322,7 +322,7 @@ def test_a_layer_learns_at_its_share_of_the_rate():
     method(batch, Progress(0, 1, 1))["loss"].backward()
     grads = {n: p.grad.clone() for n, p in method.named_parameters()}
     method.zero_grad()
-    list(fit(method, [(Progress(0, 1, 1), batch)], optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.0))
+    list(Trainer(method, optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.0).steps([(Progress(0, 1, 1), batch)]))
     shares = {"patch_embed": 0.125, "blocks.0.": 0.25, "blocks.1.": 0.5, "head.": 1.0}
     for name, p in method.named_parameters():
         share = next((s for part, s in shares.items() if part in name), None)
@@ -338,7 +338,7 @@ def test_the_gradient_of_the_patch_projection_has_a_limit_of_its_own():
         optimizer = optim.make("sgd", method, decay="all", momentum=0.0)
         batch = Batch([torch.randn(2, 3, 16, 16)], torch.empty(2), torch.empty(2), (2,))
         keys: dict[str, Any] = {"lr": lambda _: 1.0, "weight_decay": lambda _: 0.0, "clip_patch": clip_patch}
-        [step] = fit(method, [(Progress(0, 1, 1), batch)], optimizer, **keys)
+        [step] = Trainer(method, optimizer, **keys).steps([(Progress(0, 1, 1), batch)])
         norms.append(step.norms)
         return {n: p.detach() - before[n] for n, p in method.named_parameters()}
 

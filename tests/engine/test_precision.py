@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.engine import precision
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.engine.numerics import exact_products, numerics
 from eagleray.engine.precision import START, Precision, compute_dtype
 
@@ -36,8 +36,9 @@ class Line(nn.Module):
 
 def train(method: Line, given: Precision, optimizer: torch.optim.Optimizer, start: int = 0) -> Iterator[Any]:
     batches = ((Progress(i, 100, 1), SimpleNamespace(rows=(2,))) for i in range(start, len(method.factors)))
-    once: Any = (method, batches, optimizer)
-    yield from fit(*once, lr=lambda _: 0.1, weight_decay=lambda _: 0.0, precision=given)
+    made: Any = (method, optimizer)
+    trainer = Trainer(*made, lr=lambda _: 0.1, weight_decay=lambda _: 0.0, precision=given)
+    yield from trainer.steps(batches)  # type: ignore[arg-type]
 
 
 def sgd(method: nn.Module) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.runs import recipe
@@ -49,7 +49,7 @@ def trained(
         assert len(optimizer.param_groups) == 2, "a group is one call of a kernel, whatever its rate"
         if state:
             optimizer.load_state_dict(state)
-        list(fit(method, part, optimizer, lr=lambda _: 0.01, weight_decay=lambda _: 0.05))
+        list(Trainer(method, optimizer, lr=lambda _: 0.01, weight_decay=lambda _: 0.05).steps(part))
         state = copy.deepcopy(optimizer.state_dict())
     return {n: p.detach() - before[n] for n, p in method.named_parameters()}
 

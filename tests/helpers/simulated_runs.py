@@ -1,6 +1,5 @@
 """Whole runs of small recipes on the simulated device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,9 @@ import pytest
 from helpers.recipes import small_recipe
 from helpers.simulated_device import DEVICE, simulated
 
-from eagleray.engine.loop import Step
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch
+from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import World
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.plan import resolve_paths
@@ -36,31 +37,29 @@ def small_run(method: str, shards: Path, out: Path, *more: str) -> Recipe:
 def run_on_device(
     r: Recipe, monkeypatch: pytest.MonkeyPatch, *, kill_at: int = 0, export: bool = False
 ) -> tuple[dict[str, Any] | None, dict[int, list[str]]]:
-    """Pretrain on the simulated device. Return the summary and the waits of each step, with what precedes and follows
-    it: loading its batch, the monitor, records and checkpoints.
+    """Pretrain on the simulated device. Return the summary and the waits of each step, with what follows it
+    until the next one: the monitor, records, checkpoints, and the next batch.
 
     `kill_at` is a step that does not begin. Without `export` the backbone is not exported, which would take a process
     of its own."""
-    waits_of: dict[int, list[str]] = {}
-    optimizer_steps = pretrain.optimizer_steps
+    begun: dict[int, int] = {}  # the number of waits before each step
+    take = Trainer.step
 
-    def noted(*args: Any, **kwargs: Any) -> Iterator[Step]:
-        before = len(waits)
-        for step in optimizer_steps(*args, **kwargs):
-            yield step
-            waits_of[step.at.step + 1] = waits[before:]
-            before = len(waits)
-            if step.at.step + 2 == kill_at:
-                raise Killed
+    def noted(self: Trainer, at: Progress, batch: Batch) -> Step:
+        if at.step + 1 == kill_at:
+            raise Killed
+        begun[at.step + 1] = len(waits)
+        return take(self, at, batch)
 
     with monkeypatch.context() as patched, simulated() as waits:
-        patched.setattr(pretrain, "optimizer_steps", noted)
+        patched.setattr(Trainer, "step", noted)
         if not export:
             patched.setattr(pretrain, "to_timm", lambda *_: None)
         try:
-            return pretrain.pretrain(r, World(DEVICE), tracking=Tracking("none")), waits_of
+            summary = pretrain.pretrain(r, World(DEVICE), tracking=Tracking("none"))
         except Killed:
-            return None, waits_of
+            summary = None
+        return summary, {step: waits[n : begun.get(step + 1)] for step, n in begun.items()}
 
 
 def quiet_waits(waits_of: dict[int, list[str]]) -> dict[int, list[str]]:

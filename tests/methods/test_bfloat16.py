@@ -16,7 +16,7 @@ from torch import Tensor
 from eagleray import config
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.protocols.features import LabelledFeatures
@@ -53,14 +53,13 @@ def train(recipe: Recipe, dtype: torch.dtype) -> tuple[Method, Tensor]:
     """Train from the recipe's weights and return the method and its losses (STEPS,)."""
     method = build_method(recipe)
     method.allocate(IMAGES)
-    steps = fit(
+    steps = Trainer(
         method,
-        batches(recipe),
         build_optimizer(recipe, method),
         lr=lambda _: 1e-3,
         weight_decay=lambda _: 0.04,
         precision=Precision(dtype, CPU),
-    )
+    ).steps(batches(recipe))
     return method, torch.stack([step.values["loss"].float() for step in steps])
 
 

@@ -16,7 +16,7 @@ from eagleray import config
 from eagleray.api import pretrain as api
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.methods.distill import Distill, match, on_grid
 from eagleray.models.backbone import Backbone, Features
 from eagleray.models.network import Network
@@ -62,7 +62,8 @@ def test_nothing_moves_the_teacher(tmp_path: Path) -> None:
     before = {k: v.clone() for k, v in method.teacher.state_dict().items()}
     images = torch.randn(8, 3, 32, 32)
     steps = ((Progress(s, 4, 2), Batch([images], torch.arange(8), torch.zeros(8).long(), (8,))) for s in range(4))
-    for _ in fit(method, steps, build_optimizer(recipe, method), lr=lambda _: 0.1, weight_decay=lambda _: 0.5):
+    trainer = Trainer(method, build_optimizer(recipe, method), lr=lambda _: 0.1, weight_decay=lambda _: 0.5)
+    for _ in trainer.steps(steps):
         pass
     assert all(torch.equal(before[k], v) for k, v in method.teacher.state_dict().items())
     want = method.teacher.eval()(images).pooled

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.methods.dino import DINO
 from eagleray.methods.esvit import EsViT
 from eagleray.methods.method import Method
@@ -38,7 +38,8 @@ def train(method: Method, steps: range) -> torch.optim.Optimizer:
     """Train with AdamW, three steps per epoch."""
     optimizer = optim.make("adamw", method, decay="matrices")
     batches = ((Progress(i, 3, 20), batch(i)) for i in steps)
-    for _ in fit(method, batches, optimizer, lr=lambda _: 0.01, weight_decay=lambda _: 0.1, clip=3.0, clip_each=True):
+    trainer = Trainer(method, optimizer, lr=lambda _: 0.01, weight_decay=lambda _: 0.1, clip=3.0, clip_each=True)
+    for _ in trainer.steps(batches):
         pass
     return optimizer
 

@@ -21,7 +21,7 @@ from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.engine import optim
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.losses.relative_location import Localiser, drloc_loss, exhaustive_pairs, pool_grid, random_pairs
 from eagleray.methods.drloc import DRLoc
 from eagleray.methods.supervised import Supervised
@@ -110,7 +110,7 @@ def network(name: str) -> Backbone:
 def learnt(method: Any, x: Tensor, y: Tensor, steps: int = 40) -> list[dict[str, float]]:
     optimizer = optim.make("adamw", method, decay="matrices")
     at = ((Progress(i, 10, steps // 10), batch(x.clone(), y)) for i in range(steps))
-    taken = fit(method, at, optimizer, lr=lambda _: 3e-3, weight_decay=lambda _: 0.0)
+    taken = Trainer(method, optimizer, lr=lambda _: 3e-3, weight_decay=lambda _: 0.0).steps(at)
     return [{n: float(v) for n, v in s.values.items()} for s in taken]
 
 

@@ -11,7 +11,7 @@ from helpers.recipes import CNN_ONLY, METHODS, small_recipe
 from eagleray import config
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
-from eagleray.engine.loop import Step, fit
+from eagleray.engine.loop import Step, Trainer
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
 from eagleray.models.layer_names import layers_of
@@ -33,7 +33,7 @@ def train(recipe: Recipe, steps: int, **settings: Any) -> tuple[Method, Monitor,
     optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, Watch(**settings))
     taken = []
-    for step in fit(method, batches(recipe, steps), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+    for step in Trainer(method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(batches(recipe, steps)):
         monitor.watch(step)
         taken.append(step)
     return method, monitor, taken
@@ -78,7 +78,7 @@ def test_a_monitor_changes_nothing(recipe: Recipe):
     plain = build_method(recipe)
     plain.allocate(3 * BATCH)
     optimizer = build_optimizer(recipe, plain)
-    list(fit(plain, batches(recipe, 3), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0))
+    list(Trainer(plain, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(batches(recipe, 3)))
     for name, value in plain.state_dict().items():
         assert torch.equal(watched.state_dict()[name], value), name
 
@@ -98,7 +98,7 @@ def test_no_forward_is_added(recipe: Recipe):
     method.export().model.patch_embed.register_forward_hook(lambda _, given, out: calls.append(len(given[0])))
     optimizer = build_optimizer(recipe, method)
     monitor = Monitor(method, optimizer, Watch(every=1), labelled=True)
-    for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+    for step in Trainer(method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(batches(recipe, 2)):
         monitor.watch(step)
     assert calls == [2 * BATCH] * 2  # both views at once, two steps
 
@@ -108,7 +108,7 @@ def test_patches_that_pass_through_the_same_head_are_not_kept(tmp_path: Path):
     method = build_method(recipe)
     optimizer = build_optimizer(recipe, method)
     monitor, kept = Monitor(method, optimizer, Watch(every=1)), []
-    for step in fit(method, batches(recipe, 2), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+    for step in Trainer(method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(batches(recipe, 2)):
         kept.append(sum(len(pooled) for pooled, _ in monitor._features))
         monitor.watch(step)
     assert kept[0] > kept[1] == 2 * BATCH
@@ -205,7 +205,7 @@ def test_update_is_what_the_optimiser_did(recipe: Recipe):
     monitor = Monitor(method, optimizer, Watch(every=1))
     trunk = [p for n, p in method.base_encoder.backbone.named_parameters() if p.requires_grad and p.ndim > 1]
     before = torch.cat([p.detach().flatten() for p in trunk])
-    for step in fit(method, batches(recipe, 1), optimizer, lr=lambda _: 1e-2, weight_decay=lambda _: 0.0):
+    for step in Trainer(method, optimizer, lr=lambda _: 1e-2, weight_decay=lambda _: 0.0).steps(batches(recipe, 1)):
         monitor.watch(step)
     after = torch.cat([p.detach().flatten() for p in trunk])
     values, _ = monitor.flush()
@@ -222,6 +222,6 @@ def test_what_overflows_stays_out_of_the_bank(recipe: Recipe):
         for at, batch in batches(recipe, 2):
             yield at, replace(batch, views=[v * (float("nan") if at.step == 0 else 1) for v in batch.views])
 
-    for step in fit(method, spoilt(), optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0):
+    for step in Trainer(method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(spoilt()):
         monitor.watch(step)
     assert torch.isfinite(monitor.bank.features).all()

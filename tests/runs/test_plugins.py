@@ -30,8 +30,8 @@ from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.runs import recipe as recipes
+from eagleray.runs.agreement import Agreement, Decision
 from eagleray.runs.restore import restore
-from eagleray.runs.step_log import StepLog
 from eagleray.views.operations import operate
 from eagleray.views.sampling import Views
 
@@ -119,9 +119,8 @@ def test_callbacks_of_all_ranks_see_the_checkpoints_of_rank_0(decision: bool):
     world = SimpleNamespace(rank=1, spot=False, agree=lambda *own: [*own[:-1], own[-1] + decision])
     folder = SimpleNamespace(stopping=lambda: False, saving=lambda: False)
     cadence = SimpleNamespace(saves=lambda step: not decision)
-    log: Any = SimpleNamespace(world=world, folder=folder, cadence=cadence, problem=None, warned=0.0)
-    assert StepLog._agreed(log, 3, [], stop=False)
-    assert log.saves is decision
+    ranks: Any = (world, folder, None, cadence)
+    assert Agreement(*ranks).decide(4, [], stop=False) == Decision(goes_on=True, saves=decision)
 
 
 @pytest.mark.usefixtures("new_process")

@@ -18,8 +18,9 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
-from eagleray.runs.pretrain import first_problem, load_checkpoint
 from eagleray.runs.rank_run import Stateful
+from eagleray.runs.run_checkpoint import load_checkpoint
+from eagleray.runs.train import first_problem
 from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
 from eagleray.views import photometric

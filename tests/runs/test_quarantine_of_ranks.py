@@ -10,7 +10,7 @@ from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.runs import layout
-from eagleray.runs.pretrain import open_quarantine
+from eagleray.runs.train import open_quarantine
 
 
 def bad(number: int) -> BadSample:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 from torch import Tensor, nn
@@ -26,49 +27,62 @@ class Step:
     norms: Tensor  # (P,) norm of each gradient before clipping; 0 where there is none
 
 
-def fit(
-    method: Method,
-    batches: Iterable[tuple[Progress, Batch]],
-    optimizer: torch.optim.Optimizer,
-    *,
-    lr: Callable[[Progress], float],
-    weight_decay: Callable[[Progress], float],
-    clip: float | None = None,
-    clip_each: bool = False,
-    clip_patch: float | None = None,
-    freeze: float = 0.0,
-    seed: int = 0,
-    wrap: Callable[[Method], nn.Module] = lambda method: method,
-    precision: Precision | None = None,
-) -> Iterator[Step]:
-    """Train on `batches` and yield after each optimiser step, so that the caller can log, save and evaluate.
+class Trainer:
+    """Trains a method: `step` takes one optimiser step on one batch, and `steps` takes one on each of some batches.
 
     A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. In the first
     `freeze` epochs the backbones stay as they are, in evaluation mode. Without a `precision` the step computes in the
     one that suits the device.
     """
-    model = wrap(method)
-    device = next(method.parameters()).device
-    precision = precision or Precision.of("auto", device)
-    params = [p for p in method.parameters() if p.requires_grad]
-    trunks = [m for m in method.modules() if isinstance(m, Backbone)]
-    patch = {id(p) for p in patch_parameters(method)} if clip_patch else set()
-    guard = BufferGuard([b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)])
-    for at, batch in batches:
+
+    def __init__(
+        self,
+        method: Method,
+        optimizer: torch.optim.Optimizer,
+        *,
+        lr: Callable[[Progress], float],
+        weight_decay: Callable[[Progress], float],
+        clip: float | None = None,
+        clip_each: bool = False,
+        clip_patch: float | None = None,
+        freeze: float = 0.0,
+        seed: int = 0,
+        wrap: Callable[[Method], nn.Module] = lambda method: method,
+        precision: Precision | None = None,
+    ) -> None:
+        self.method, self.optimizer, self.lr, self.weight_decay = method, optimizer, lr, weight_decay
+        self.clip, self.clip_each, self.clip_patch = clip, clip_each, clip_patch
+        self.freeze, self.seed = freeze, seed
+        self.model = wrap(method)
+        self.precision = precision or Precision.of("auto", next(method.parameters()).device)
+        self.params = [p for p in method.parameters() if p.requires_grad]
+        self.trunks = [m for m in method.modules() if isinstance(m, Backbone)]
+        self.patch = {id(p) for p in patch_parameters(method)} if clip_patch else set()
+        buffers = [b for m in method.modules() if not isinstance(m, Memory) for b in m.buffers(recurse=False)]
+        self.guard = BufferGuard(buffers)
+
+    def steps(self, batches: Iterable[tuple[Progress, Batch]]) -> Iterator[Step]:
+        """Return an iterator over the steps on these batches, each of which is taken when it is asked for."""
+        return starmap(self.step, batches)
+
+    def step(self, at: Progress, batch: Batch) -> Step:
+        """Take an optimiser step. The host does not wait for the device."""
+        method, optimizer, precision, params = self.method, self.optimizer, self.precision, self.params
         method.train()
-        frozen = trunks if at.epoch < freeze else []
-        for trunk in trunks:
+        frozen = self.trunks if at.epoch < self.freeze else []
+        for trunk in self.trunks:
             trunk.held = bool(frozen)
         for trunk in frozen:
             trunk.eval()
         for group in optimizer.param_groups:
-            group["lr"] = (group.get("constant_lr") or lr(at)) * group.get("lr_scale", 1.0)
-            group["weight_decay"] = weight_decay(at) if group["decay"] else 0.0
-        before = guard.copies()
-        torch.manual_seed(hash((seed, at.step, dist.rank())) & 0x7FFFFFFF)  # drop path must be the same after a restart
+            group["lr"] = (group.get("constant_lr") or self.lr(at)) * group.get("lr_scale", 1.0)
+            group["weight_decay"] = self.weight_decay(at) if group["decay"] else 0.0
+        before = self.guard.copies()
+        # Drop path must be the same after a restart.
+        torch.manual_seed(hash((self.seed, at.step, dist.rank())) & 0x7FFFFFFF)
 
         with precision.autocast():
-            out = model(batch, at)
+            out = self.model(batch, at)
         check_output(method, out)
         share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
         precision.scale(out["loss"] * share).backward()
@@ -78,9 +92,9 @@ def fit(
         live = [i for i, p in enumerate(params) if p.grad is not None]
         grads: list[Tensor] = [params[i].grad for i in live]  # type: ignore[misc]
         precision.unscale_(grads)
-        norms = clip_(grads, clip, each=clip_each)
-        if of_patch := [g for i, g in zip(live, grads, strict=True) if id(params[i]) in patch]:
-            clip_(of_patch, clip_patch, each=False)
+        norms = clip_(grads, self.clip, each=self.clip_each)
+        if of_patch := [g for i, g in zip(live, grads, strict=True) if id(params[i]) in self.patch]:
+            clip_(of_patch, self.clip_patch, each=False)
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         overflow = skipped.float()
@@ -89,12 +103,12 @@ def fit(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         method.after_step(at)
-        guard.restore(before, skipped)
+        self.guard.restore(before, skipped)
 
         values = {n: v.detach() for n, v in out.items()} | {"grad_norm": norm, "skipped": overflow}
         values |= precision.values()
         precision.update(overflow)
-        yield Step(at, batch, values, norms if len(live) == len(params) else spread(norms, live, len(params)))
+        return Step(at, batch, values, norms if len(live) == len(params) else spread(norms, live, len(params)))
 
 
 def check_output(method: Method, out: object) -> None:

@@ -97,9 +97,8 @@ def fine_tune(
         precision.load_state_dict(state.get("precision", {}))
         start = int(state["step"])
         note(f"{name}: continues after step {start} of {steps}")
-    trained = loop.fit(
-        cast(Any, net),  # no Method, but it has what the loop uses of one
-        batches(start),
+    trainer = loop.Trainer(
+        cast(Any, net),
         optimizer,
         lr=lr,
         weight_decay=lambda _: weight_decay,
@@ -110,7 +109,7 @@ def fine_tune(
     report, writer = ProgressReport(name, steps, start, batch, note), checkpoint.Writer(folder, keep=1, scratch=scratch)
     last_save = time.monotonic()
     try:
-        for step in trained:
+        for step in trainer.steps(batches(start)):
             done = step.at.step + 1
             report(done, mean_loss(step.values["loss"], step.batch.rows))
             if world.rank == 0 and (done == steps or time.monotonic() - last_save > SAVE_SECONDS):

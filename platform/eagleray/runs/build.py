@@ -1,18 +1,21 @@
 """Build the method, the backbone, the optimiser and the training loop of a recipe, the same in every process."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from eagleray.base.errors import UserError
 from eagleray.config import register
+from eagleray.config.curriculum import PhaseViews
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.view import View
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import Step, fit, patch_parameters
+from eagleray.engine.loop import Step, Trainer, patch_parameters
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models import masking
@@ -127,19 +130,19 @@ def build_optimizer(recipe: Recipe, method: Method) -> torch.optim.Optimizer:
     )
 
 
-def optimizer_steps(
+def make_trainer(
     recipe: Recipe,
     method: Method,
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Progress, Batch]],
     precision: Precision,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
-) -> Iterator[Step]:
-    """Train on these batches with the recipe's settings, and yield each optimiser step."""
-    o = recipe.optim
-    return fit(
+) -> Trainer:
+    """Return a trainer with the settings of a recipe."""
+    o, phases = recipe.optim, recipe.phases
+    drops = any(phase.keep < 1 for phase in phases)
+    made: Callable[..., Trainer] = partial(PatchDroppingTrainer, phases) if drops else Trainer
+    return made(
         method,
-        dropping_patches(recipe, method, batches),
         optimizer,
         lr=scaled_lr(recipe),
         weight_decay=o.weight_decay,
@@ -153,24 +156,19 @@ def optimizer_steps(
     )
 
 
-def dropping_patches(
-    recipe: Recipe, method: Method, batches: Iterable[tuple[Progress, Batch]]
-) -> Iterable[tuple[Progress, Batch]]:
-    """Return the batches; before each of them trained backbones are told the share of patches that its phase keeps."""
-    phases = recipe.phases
-    if all(phase.keep == 1 for phase in phases):
-        return batches
-    backbones = [m for m in method.modules() if isinstance(m, Backbone)]
-    trained = [m.model for m in backbones if any(p.requires_grad for p in m.parameters())]
+class PatchDroppingTrainer(Trainer):
+    """A trainer whose trained backbones keep the share of patches that the phase of the curriculum asks for."""
 
-    def each() -> Iterator[tuple[Progress, Batch]]:
-        for at, batch in batches:
-            share = next((p.keep for p in phases if at.step < p.until * at.steps_per_epoch), 1.0)
-            for model in trained:
-                masking.keep_patches(model, share)
-            yield at, batch
+    def __init__(self, phases: Sequence[PhaseViews], *trained: Any, **settings: Any) -> None:
+        super().__init__(*trained, **settings)
+        self.phases = phases
+        self.models = [m.model for m in self.trunks if any(p.requires_grad for p in m.parameters())]
 
-    return each()
+    def step(self, at: Progress, batch: Batch) -> Step:
+        share = next((p.keep for p in self.phases if at.step < p.until * at.steps_per_epoch), 1.0)
+        for model in self.models:
+            masking.keep_patches(model, share)
+        return super().step(at, batch)
 
 
 def scaled_lr(recipe: Recipe) -> Schedule:

@@ -20,7 +20,7 @@ from eagleray.config import plugins
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine import optim
-from eagleray.engine.loop import fit
+from eagleray.engine.loop import Trainer
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
@@ -181,7 +181,7 @@ def rehearse(
     def wrap(method: Method) -> nn.Module:
         return world.wrap(anchor.joined(method))
 
-    for taken in fit(method, batches, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=wrap):
+    for taken in Trainer(method, optimizer, lr=lambda _: rate, weight_decay=lambda _: 0.1, wrap=wrap).steps(batches):
         monitor.watch(taken)
         losses.append(world.agree(float(taken.values["loss"]) * rows[rank] / sum(rows))[0])
     seen = monitor.flush()[0]

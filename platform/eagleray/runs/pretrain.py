@@ -3,61 +3,46 @@
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from eagleray import config
-from eagleray.base import dist, shards
+from eagleray.base import dist
 from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
-from eagleray.base.errors import Outage, Preempted, UserError
-from eagleray.config.schedule import Progress
-from eagleray.data.loader import Loader, processes
-from eagleray.data.quarantine import Quarantine
-from eagleray.engine import checkpoint, sharded, sharded_checkpoint
-from eagleray.engine.checkpoint_names import stem, step_of
+from eagleray.engine import sharded
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.engine.export import to_timm
 from eagleray.engine.numerics import exact_products, numerics
-from eagleray.engine.optim import lay_out_moments
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.models.token_linear import on_device
 from eagleray.runs import evaluations, layout
-from eagleray.runs import recipe as recipes
 from eagleray.runs.anchor import Anchor
-from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
-from eagleray.runs.cadence import Cadence
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.origin import arithmetic, check_same_order
 from eagleray.runs.plan import Plan, open_plan
-from eagleray.runs.profile import profiled
 from eagleray.runs.rank_run import RankRun, Stateful, clock_of
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained
+from eagleray.runs.run_checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.start_guard import StartGuard
-from eagleray.runs.step_log import OpenLine, StepLog
+from eagleray.runs.step_log import OpenLine
 from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
+from eagleray.runs.train import train
 from eagleray.storage import store
 from eagleray.storage.retry import at_least
 from eagleray.views.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
-GROUPED = "a new run takes over its weights with start='{from: OUT, what: method}'"
 
 
 def pretrain(
@@ -151,197 +136,6 @@ def place(method: Method, recipe: Recipe, world: World) -> None:
         sharded.shard(method)
     elif compiles(recipe.compile, world.device):
         compile_backbones(method)
-
-
-def train(run: RankRun, start: int) -> int:
-    """Take the steps from `start` on. Returns the number of steps of the run so far, which is less than planned when it
-    was asked to stop.
-
-    Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
-    """
-    plan, world, folder, stateful, clock = run
-    loader = loader_of(plan, world)
-    fit_micro_batch(plan, stateful, start, loader.rows)
-    stateful.monitor.step = step = start
-    cadence = Cadence(plan, start)
-    step_log = StepLog(
-        plan, world, folder, open_quarantine(run), stateful.monitor, clock, line=stateful.line, cadence=cadence
-    )
-    batches = step_log.feed(loader, start)
-    if plan.recipe.profile and world.rank == 0:
-        batches = profiled(batches, plan.recipe.profile, folder.path, world.device)
-    method, optimizer, precision, guard = stateful.method, stateful.optimizer, stateful.precision, stateful.guard
-    lost = ""
-    wrap = wrapper(plan.recipe, world, stateful)
-    for taken in optimizer_steps(plan.recipe, method, optimizer, batches, precision, wrap):
-        step = taken.at.step + 1
-        step_log.add(taken)
-        folder.callbacks("step", taken)
-        if guard.due(step) and (lost := look_at_start(run, step_log, step)):
-            break
-        if cadence.records(step):
-            write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
-        if cadence.evaluates(step):
-            cadence.saved(step)
-        if step_log.saves and cadence.saved_step < step:
-            step_log.settle(step)
-            save_checkpoint(run, step)
-            cadence.saved(step)
-        step_log.mark = time.perf_counter()
-    if step_log.taken:  # the steps ended early
-        write_record(run, step_log, plan.at(step - 1), evaluation=False)
-    if cadence.saved_step < step and not lost:
-        save_checkpoint(run, step)
-    if problem := first_problem(dist.gather_objects(folder.settle()), step_log.problem):
-        raise problem
-    if lost:
-        raise UserError(lost)
-    return step
-
-
-def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> Exception | None:
-    """Return why the run ends, from the ranks' errors of `saving` and from what has ended the steps: a rank that ends
-    takes the others with it. On a machine that is about to be taken away a store that does not answer costs the steps
-    since the last checkpoint, and not the run."""
-    for problem in saving:
-        if isinstance(own, Preempted) and isinstance(problem, Outage):
-            log.warning("the last steps are not saved: %s", problem)
-        elif problem:
-            return problem
-    return own
-
-
-def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
-    """Compare the features with those at the start, note what is found, and return why the run ends if it does."""
-    began, guard = time.perf_counter(), run.stateful.guard
-    evaluations.compare_with_start(run, step)
-    run.folder.note_findings(guard.findings())
-    step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
-    return guard.lost()
-
-
-def wrapper(recipe: Recipe, world: World, stateful: Stateful) -> Callable[[Method], nn.Module]:
-    """Return a function that wraps a method into the module that the loop calls: with the anchor's loss, if there is
-    one, and with gradients that are averaged over ranks."""
-    return lambda method: world.wrap(stateful.anchor.joined(method), reduce=recipe.optim.reduce)
-
-
-def loader_of(plan: Plan, world: World) -> Loader:
-    """Return what reads this rank's share of the run's batches."""
-    workers = processes(plan.recipe.data.workers, world.cpus)
-    compiled = compiles(plan.recipe.compile, world.device)
-    return Loader(
-        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
-    )
-
-
-def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
-    """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
-    if plan.recipe.optim.micro_batch == "auto":
-        model = stateful.anchor.joined(stateful.method)
-        moments = sum(v.nbytes for s in stateful.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
-        at, precision = plan.at(start), stateful.precision
-        size = choose_micro_batch(plan.recipe, stateful.method, precision, at, rows, model, moments)
-        set_micro_batch(stateful.method, size)
-        stateful.monitor.forget()
-
-
-def open_quarantine(run: RankRun) -> Quarantine:
-    """Return the list of bad samples. It starts with those that were found when the data was indexed and, on all
-    ranks, with those in the file of rank 0: only there is the file of a remote run fetched. Called by all ranks
-    together."""
-    index = run.plan.index
-    quarantine = Quarantine(
-        run.folder.path / layout.QUARANTINE,
-        samples=len(index) + len(index.bad),
-        limit=run.plan.recipe.data.bad_limit,
-    )
-    quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)
-    quarantine.add(index.bad, write=run.world.rank == 0)
-    return quarantine
-
-
-def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
-    """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, save a checkpoint and
-    evaluate first, and add the scores.
-
-    A process that dies in an evaluation, for want of memory, goes on behind it when it starts again."""
-    record = step_log.flush(at, run.plan.lr(at)) | run.stateful.guard.flush()
-    if evaluation:
-        save_checkpoint(run, at.step + 1)
-        run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
-        record |= evaluations.online(run, at.step + 1)
-        step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
-    run.folder.log(record)
-    run.folder.callbacks("log", record)
-    if run.world.rank == 0:
-        run.world.show(record, run.plan.steps)
-
-
-def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
-    return checkpoint_below(folder.recipe, folder.out, folder.scratch)
-
-
-def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
-    ranks together. Raises UserError when it was made with another recipe than this one."""
-    url, patience = f"{out}/checkpoints", 60 * recipe.data.patience
-    listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
-    if step is not None:
-        blobs = {file: blob for file, blob in listed.blobs.items() if step_of(stem(file)) < step}
-        listed = listed._replace(blobs=blobs)
-    whole = recipe.parallel == "ddp" or dist.size() == 1
-    state = checkpoint.newest(url, scratch, patience=patience, whole=whole, listed=listed)
-    if len(set(dist.gather_objects(state and state["step"]))) > 1:
-        raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
-    if state and state["digest"] != recipes.digest(recipe):
-        raise UserError(f"{out}: its checkpoints were made with another recipe")
-    return state
-
-
-def load_checkpoint(state: dict[str, Any] | None, stateful: Stateful, first: int = 0) -> dict[str, Any]:
-    """Load a checkpoint into the objects and return it. Without a checkpoint return the `first` step and the seconds
-    of a run that has not begun. Raises UserError when its optimiser has other groups of parameters."""
-    if state is None:
-        return {"step": first, "seconds": 0.0, "useful": 0.0}
-    groups = state["optimizer"]["param_groups"], stateful.optimizer.param_groups
-    saved, own = ([len(group["params"]) for group in side] for side in groups)
-    if saved != own:
-        found = f"the checkpoint of step {state['step']} groups the parameters otherwise ({saved}, not {own})"
-        raise UserError(f"{found}; {GROUPED}")
-    parts = stateful._asdict()
-    if shards.sharded(next(stateful.method.parameters())):
-        read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
-        sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    if not shards.sharded(next(stateful.method.parameters())):
-        lay_out_moments(stateful.optimizer)
-    return state
-
-
-def save_checkpoint(run: RankRun, step: int) -> None:
-    """Save a checkpoint in the background. Only rank 0 saves, as every rank holds the same weights and moments, unless
-    these are sharded."""
-    guard = run.stateful.guard
-    if guard.watches:
-        evaluations.compare_with_start(run, step)
-        run.folder.keep(guard.saved())
-    if dist.rank() == 0 or run.sharded:
-        state = {
-            "step": step,
-            "seconds": run.clock.seconds,
-            "useful": run.clock.useful,
-            "digest": recipes.digest(run.plan.recipe),
-            "recipe": config.dump(run.plan.recipe),
-            "images": len(run.plan.index),
-            "origin": run.plan.origin,
-        } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
-        state["optimizer"] = sharded.optimizer_state(run.stateful.optimizer)
-        run.folder.save(step, state)
-        log.debug("saving step %d", step)
-    run.folder.callbacks("checkpoint", step)
 
 
 def finish(run: RankRun, step: int) -> dict[str, Any]:

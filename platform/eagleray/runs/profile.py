@@ -1,14 +1,12 @@
 """Profile some steps of a run: a trace for chrome://tracing or Perfetto, and a table of the dearest operations."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from eagleray.base import devices
-from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
 from eagleray.runs import layout
 from eagleray.runs.recipe import steps
 
@@ -17,27 +15,35 @@ ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA, "xpu":
 TABLE, TRACE = "operations.txt", "trace.json"
 
 
-def profiled(
-    batches: Iterable[tuple[Progress, Batch]], wanted: str, folder: Path, device: torch.device
-) -> Iterator[tuple[Progress, Batch]]:
-    """Yield the batches, and record what happens to those of the `wanted` steps, such as `10..12`, from when they are
-    yielded to when the next is asked for. Steps are counted from 1. Trace and table are written into the run's
-    folder."""
-    first, last = steps(wanted)
-    recorder: profile | None = None
-    try:
-        for at, batch in batches:
-            step = at.step + 1
-            if recorder is None and first <= step <= last:
-                recorder = profile(activities=[ACTIVITIES[k] for k in sorted({"cpu", device.type} & ACTIVITIES.keys())])
-                recorder.start()
-            yield at, batch
-            if recorder is not None and step == last:
-                write(recorder, folder / layout.PROFILE, device)
-                recorder = None
-    finally:
-        if recorder is not None:  # the run has ended before the last wanted step
-            write(recorder, folder / layout.PROFILE, device)
+class Profiler:
+    """Records the `wanted` steps of a run, such as `10..12`, and writes a trace and a table into its folder. Steps are
+    counted from 1. Without `wanted` it does nothing."""
+
+    def __init__(self, wanted: str | None, folder: Path, device: torch.device) -> None:
+        self.first, self.last = steps(wanted) if wanted else (0, 0)
+        self.folder, self.device = folder / layout.PROFILE, device
+        self.recorder: profile | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def before(self, step: int) -> None:
+        """Called before the batch of a step is asked for."""
+        if self.recorder is not None and step > self.last:
+            self.end()
+        if self.recorder is None and self.first <= step <= self.last:
+            kinds = sorted({"cpu", self.device.type} & ACTIVITIES.keys())
+            self.recorder = profile(activities=[ACTIVITIES[kind] for kind in kinds])
+            self.recorder.start()
+
+    def end(self) -> None:
+        """Write what was recorded, which are fewer steps than wanted where the run ends among them."""
+        if self.recorder is not None:
+            recorder, self.recorder = self.recorder, None
+            write(recorder, self.folder, self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def write(recorder: profile, folder: Path, device: torch.device) -> None:

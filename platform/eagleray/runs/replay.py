@@ -27,21 +27,16 @@ from eagleray.engine.numerics import numerics
 from eagleray.engine.precision import Precision
 from eagleray.engine.world import World
 from eagleray.runs import layout
-from eagleray.runs.build import optimizer_steps
+from eagleray.runs.build import make_trainer
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.origin import arithmetic
 from eagleray.runs.plan import Plan, open_plan
-from eagleray.runs.pretrain import (
-    build_stateful,
-    checkpoint_below,
-    fit_micro_batch,
-    load_checkpoint,
-    loader_of,
-    wrapper,
-)
+from eagleray.runs.pretrain import build_stateful
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_checkpoint import checkpoint_below, load_checkpoint
 from eagleray.runs.step_log import REPEATED, StepTable
+from eagleray.runs.train import fit_micro_batch, loader_of, wrapper
 from eagleray.storage import store
 
 Note = Callable[[str], None]
@@ -119,7 +114,7 @@ def take_steps(task: Task, plan: Plan, world: World, stateful: Stateful, begin: 
     bad: list[BadSample] = []
     wrap = wrapper(plan.recipe, world, stateful)
     of_steps = batches(plan, loader, begin, task.step, bad)
-    steps = optimizer_steps(plan.recipe, method, optimizer, of_steps, precision, wrap)
+    steps = make_trainer(plan.recipe, method, optimizer, precision, wrap).steps(of_steps)
     for last in progress_over("steps", "replay", steps, task.step - begin):
         taken = last
         monitor.forget()

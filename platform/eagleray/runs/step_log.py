@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 
 from eagleray.base import devices, dist
-from eagleray.base.errors import Outage, Preempted, UserError
+from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch
 from eagleray.data.loader import Loader
-from eagleray.data.quarantine import BadSample, Quarantine
+from eagleray.data.quarantine import Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
 from eagleray.runs import layout, local_forecast, metrics
-from eagleray.runs.cadence import Cadence
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
-WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
 REPEATED = (metrics.LOSS, metrics.GRAD_NORM)  # the values that are the same when a step is taken again
 SKIPS = 3  # steps in a row without a finite gradient that end the run
 
@@ -116,75 +113,32 @@ class StepLog:
         monitor: Monitor,
         clock: Clock,
         line: OpenLine,
-        cadence: Cadence,
+        loader: Loader,
     ) -> None:
         """Called by all ranks together."""
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
-        self.line, self.cadence = line, cadence
+        self.line, self.loader = line, loader
         self.health = Health(monitor.layers, p.lr.value, p.frozen_steps)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
         self.forecast = dist.from_rank_zero(partial(local_forecast.read_forecast, folder.out))
-        self.rows: tuple[int, ...] = ()  # images per step of every rank
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.taken = 0  # steps since the last line that this process has taken
-        self.saves = False  # whether a checkpoint is due after this step; the same on all ranks
-        self.waited, self.since = 0.0, time.perf_counter()
+        self.waited, self.since = loader.waited, time.perf_counter()  # both when the last line was written
         self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
-        self.warned = time.monotonic()  # when ranks were last asked
-        # why there are no more batches; the same on all ranks
-        self.problem: UserError | Outage | Preempted | None = None
-
-    def feed(self, loader: Loader, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """Yield the remaining batches, and measure the time spent waiting for them. All ranks end at the same step."""
-        self.rows = loader.rows
-        batches = loader.batches(start, self.p.steps, should_stop=self.folder.asked)
-        for step in range(start, self.p.steps):
-            before = loader.waited
-            batch, bad = self._next(batches)
-            self.waited += loader.waited - before  # without the work that the loader does in this process
-            if not self._agreed(step, bad, stop=batch is None) or batch is None:
-                return
-            self.indices.append(batch.index)
-            yield self.p.at(step), batch
 
     def add(self, taken: Step) -> None:
         """Add the values and the duration of a step."""
         self.clock.useful += time.perf_counter() - self.mark
         self.values.append(taken.values)
+        self.indices.append(taken.batch.index)
         self.taken += 1
         self.monitor.watch(taken)
 
-    def _next(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
-        try:
-            return next(batches, (None, []))
-        except (UserError, Outage) as e:
-            self.problem = e
-            return None, []
-
-    def _agreed(self, step: int, bad: list[BadSample], *, stop: bool) -> bool:
-        """Return whether every rank has a batch and the run was not asked to stop. Bad samples of all ranks go into
-        quarantine. Rank 0 says whether it will save a checkpoint after the step."""
-        save = self.world.rank == 0 and self.cadence.saves(step + 1) and not self.folder.saving()
-        due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
-        stops, broken, failed, ask, saves = self.world.agree(
-            stop or self.folder.stopping(), len(bad), self.problem is not None, due, save
-        )
-        self.saves = bool(saves)
-        if failed:
-            self.problem = next(e for e in dist.gather_objects(self.problem) if e)
-        if broken:
-            found = [b for part in dist.gather_objects(bad) for b in part]
-            try:
-                self.quarantine.add(found, write=self.world.rank == 0)
-            except UserError as e:
-                self.problem = e
-        if ask:
-            self.warned = time.monotonic()
-            if self.world.agree(self.world.warned())[0]:
-                self.problem = self.problem or Preempted("a machine of this run is about to be taken away or added")
-        return not (stops or self.problem)
+    def end_step(self) -> None:
+        """Called when everything that follows a step is done: the time from here on is that of the next step."""
+        self.mark = time.perf_counter()
 
     def settle(self, step: int) -> None:
         """Write the lines of all steps so far, before a checkpoint of this step is saved. Called by all ranks together.
@@ -195,7 +149,7 @@ class StepLog:
         """Write a line for each step that has none yet, and return which of them were skipped. The host waits."""
         if not self.values:
             return []
-        table = StepTable.of(self.values, self.rows)
+        table = StepTable.of(self.values, self.loader.rows)
         first = step + 1 - len(self.values)
         self.folder.log_steps([{"step": first + i, **line} for i, line in enumerate(table.lines())])
         self.line.add(table)
@@ -215,7 +169,7 @@ class StepLog:
         record |= table.means()
         record[metrics.IMAGES_PER_S] = round(taken * self.p.stream.batch / seconds, 2)
         record |= self._of_device(record[metrics.IMAGES_PER_S], at)
-        record[metrics.DATA_WAIT] = round(self.waited / seconds, 4)
+        record[metrics.DATA_WAIT] = round((self.loader.waited - self.waited) / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
         record[metrics.SKIPPED_STEPS] = int(table.skipped.sum())
         record |= self.folder.goodput(self.clock.useful)
@@ -226,7 +180,7 @@ class StepLog:
         for finding in found if self.world.rank == 0 else ():
             self.world.show(asdict(finding), self.p.steps)
         self._check(at.step + 1, failed)
-        self.taken, self.waited, self.since = 0, 0.0, time.perf_counter()
+        self.taken, self.waited, self.since = 0, self.loader.waited, time.perf_counter()
         return record
 
     def _of_device(self, images_per_s: float, at: Progress) -> dict[str, float]:

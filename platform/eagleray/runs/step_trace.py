@@ -26,7 +26,7 @@ from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
 from eagleray.runs.anchor import Anchor
-from eagleray.runs.build import build_method, build_optimizer, optimizer_steps
+from eagleray.runs.build import build_method, build_optimizer, make_trainer
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
@@ -278,7 +278,7 @@ def steps(
 ) -> Iterator[Step]:
     """Train on batches with the recipe's settings, each as if in the middle of training."""
     joined = Anchor(recipe, method).joined
-    return optimizer_steps(recipe, method, optimizer, ((MIDDLE, batch) for batch in batches), precision, joined)
+    return make_trainer(recipe, method, optimizer, precision, joined).steps((MIDDLE, batch) for batch in batches)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,65 @@
+"""Let all ranks agree, before each step, whether they take it."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from eagleray.base import dist
+from eagleray.base.errors import Outage, Preempted, UserError
+from eagleray.data.batch import Batch
+from eagleray.data.quarantine import BadSample, Quarantine
+from eagleray.engine.world import World
+from eagleray.runs.cadence import Cadence
+from eagleray.runs.run_dir import RunDir
+
+WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
+
+
+class Decision(NamedTuple):
+    """What all ranks do next."""
+
+    goes_on: bool
+    saves: bool  # whether a checkpoint is saved after the step
+
+
+class Agreement:
+    """What a rank tells the others before a step, and what follows from it for all of them.
+
+    The numbers are exchanged on the host, which does not wait for the device.
+    """
+
+    def __init__(self, world: World, folder: RunDir, quarantine: Quarantine, cadence: Cadence) -> None:
+        self.world, self.folder, self.quarantine, self.cadence = world, folder, quarantine, cadence
+        self.warned = time.monotonic()  # when ranks were last asked about their machines
+        # Why there are no more batches; the same on all ranks after they have agreed.
+        self.problem: UserError | Outage | Preempted | None = None
+
+    def next_batch(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
+        """Return the next batch, or None if there is none, and the bad samples that were met while reading it."""
+        try:
+            return next(batches, (None, []))
+        except (UserError, Outage) as e:
+            self.problem = e
+            return None, []
+
+    def decide(self, step: int, bad: list[BadSample], *, stop: bool) -> Decision:
+        """Return whether the step is taken, which needs a batch on every rank and nobody who asked the run to stop, and
+        whether rank 0 wants to save a checkpoint after it. Bad samples of all ranks go into quarantine."""
+        save = self.world.rank == 0 and self.cadence.saves(step) and not self.folder.saving()
+        due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
+        stops, broken, failed, ask, saves = self.world.agree(
+            stop or self.folder.stopping(), len(bad), self.problem is not None, due, save
+        )
+        if failed:
+            self.problem = next(e for e in dist.gather_objects(self.problem) if e)
+        if broken:
+            found = [b for part in dist.gather_objects(bad) for b in part]
+            try:
+                self.quarantine.add(found, write=self.world.rank == 0)
+            except UserError as e:
+                self.problem = e
+        if ask:
+            self.warned = time.monotonic()
+            if self.world.agree(self.world.warned())[0]:
+                self.problem = self.problem or Preempted("a machine of this run is about to be taken away or added")
+        return Decision(goes_on=not (stops or self.problem), saves=bool(saves))

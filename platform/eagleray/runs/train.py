@@ -1,0 +1,163 @@
+"""Take the steps of a run: batch, step, log, evaluate, save, stop."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from eagleray.base import dist
+from eagleray.base.errors import Outage, Preempted, UserError
+from eagleray.config.schedule import Progress
+from eagleray.data.loader import Loader, processes
+from eagleray.data.quarantine import Quarantine
+from eagleray.engine.compiling import compiles
+from eagleray.engine.world import World
+from eagleray.methods.method import Method
+from eagleray.runs import evaluations, layout
+from eagleray.runs.agreement import Agreement
+from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
+from eagleray.runs.build import make_trainer
+from eagleray.runs.cadence import Cadence
+from eagleray.runs.plan import Plan
+from eagleray.runs.profile import Profiler
+from eagleray.runs.rank_run import RankRun, Stateful
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_checkpoint import save_checkpoint
+from eagleray.runs.step_log import StepLog
+
+log = logging.getLogger(__name__)
+
+
+def train(run: RankRun, start: int) -> int:
+    """Take the steps from `start` on. Returns the number of steps of the run so far, which is less than planned when it
+    was asked to stop.
+
+    Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
+    """
+    plan, world, folder, stateful, clock = run
+    loader = loader_of(plan, world)
+    fit_micro_batch(plan, stateful, start, loader.rows)
+    stateful.monitor.step = step = start
+    cadence, quarantine = Cadence(plan, start), open_quarantine(run)
+    ranks = Agreement(world, folder, quarantine, cadence)
+    step_log = StepLog(plan, world, folder, quarantine, stateful.monitor, clock, stateful.line, loader)
+    wrap = wrapper(plan.recipe, world, stateful)
+    trainer = make_trainer(plan.recipe, stateful.method, stateful.optimizer, stateful.precision, wrap)
+    batches = loader.batches(start, plan.steps, should_stop=folder.asked)
+    lost = ""  # why a run ends that has lost what its start knew
+
+    with Profiler(plan.recipe.profile if world.rank == 0 else None, folder.path, world.device) as profiler:
+        while step < plan.steps:
+            profiler.before(step + 1)
+            batch, bad = ranks.next_batch(batches)
+            decision = ranks.decide(step + 1, bad, stop=batch is None)
+            if batch is None or not decision.goes_on:
+                break
+
+            taken = trainer.step(plan.at(step), batch)
+            step += 1
+            step_log.add(taken)
+            folder.callbacks("step", taken)
+
+            if stateful.guard.due(step) and (lost := look_at_start(run, step_log, step)):
+                break
+            if cadence.records(step):
+                write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
+            if cadence.evaluates(step):  # which has saved a checkpoint
+                cadence.saved(step)
+            if decision.saves and cadence.saved_step < step:
+                step_log.settle(step)
+                save_checkpoint(run, step)
+                cadence.saved(step)
+            step_log.end_step()
+
+    if step_log.taken:  # the steps ended before a line was due
+        write_record(run, step_log, plan.at(step - 1), evaluation=False)
+    if cadence.saved_step < step and not lost:
+        save_checkpoint(run, step)
+    if problem := first_problem(dist.gather_objects(folder.settle()), ranks.problem):
+        raise problem
+    if lost:
+        raise UserError(lost)
+    return step
+
+
+def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
+    """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, save a checkpoint and
+    evaluate first, and add the scores.
+
+    A process that dies in an evaluation, for want of memory, goes on behind it when it starts again."""
+    record = step_log.flush(at, run.plan.lr(at)) | run.stateful.guard.flush()
+    if evaluation:
+        save_checkpoint(run, at.step + 1)
+        run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
+        record |= evaluations.online(run, at.step + 1)
+        step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
+    run.folder.log(record)
+    run.folder.callbacks("log", record)
+    if run.world.rank == 0:
+        run.world.show(record, run.plan.steps)
+
+
+def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
+    """Compare the features with those at the start, note what is found, and return why the run ends if it does."""
+    began, guard = time.perf_counter(), run.stateful.guard
+    evaluations.compare_with_start(run, step)
+    run.folder.note_findings(guard.findings())
+    step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
+    return guard.lost()
+
+
+def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> Exception | None:
+    """Return why the run ends, from the ranks' errors of `saving` and from what has ended the steps: a rank that ends
+    takes the others with it. On a machine that is about to be taken away a store that does not answer costs the steps
+    since the last checkpoint, and not the run."""
+    for problem in saving:
+        if isinstance(own, Preempted) and isinstance(problem, Outage):
+            log.warning("the last steps are not saved: %s", problem)
+        elif problem:
+            return problem
+    return own
+
+
+def loader_of(plan: Plan, world: World) -> Loader:
+    """Return what reads this rank's share of the run's batches."""
+    workers = processes(plan.recipe.data.workers, world.cpus)
+    compiled = compiles(plan.recipe.compile, world.device)
+    return Loader(
+        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
+    )
+
+
+def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
+    """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
+    if plan.recipe.optim.micro_batch == "auto":
+        model = stateful.anchor.joined(stateful.method)
+        moments = sum(v.nbytes for s in stateful.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+        at, precision = plan.at(start), stateful.precision
+        size = choose_micro_batch(plan.recipe, stateful.method, precision, at, rows, model, moments)
+        set_micro_batch(stateful.method, size)
+        stateful.monitor.forget()
+
+
+def open_quarantine(run: RankRun) -> Quarantine:
+    """Return the list of bad samples. It starts with those that were found when the data was indexed and, on all
+    ranks, with those in the file of rank 0: only there is the file of a remote run fetched. Called by all ranks
+    together."""
+    index = run.plan.index
+    quarantine = Quarantine(
+        run.folder.path / layout.QUARANTINE,
+        samples=len(index) + len(index.bad),
+        limit=run.plan.recipe.data.bad_limit,
+    )
+    quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)
+    quarantine.add(index.bad, write=run.world.rank == 0)
+    return quarantine
+
+
+def wrapper(recipe: Recipe, world: World, stateful: Stateful) -> Callable[[Method], nn.Module]:
+    """Return a function that wraps a method into the module that the loop calls: with the anchor's loss, if there is
+    one, and with gradients that are averaged over ranks."""
+    return lambda method: world.wrap(stateful.anchor.joined(method), reduce=recipe.optim.reduce)
