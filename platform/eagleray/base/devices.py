@@ -48,7 +48,7 @@ def memory_size(device: torch.device) -> int | None:
     """Return the bytes of an accelerator's memory, or None for a CPU and for an accelerator that does not tell."""
     try:
         return int(torch.accelerator.get_memory_info(device)[1]) if is_accelerator(device) else None
-    except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch before 2.9, that cannot
+    except (AttributeError, RuntimeError, NotImplementedError):  # some devices, and PyTorch before 2.9, cannot tell
         return None
 
 
@@ -57,5 +57,5 @@ def memory_peak(device: torch.device) -> float | None:
     accelerator does not count it."""
     try:
         return torch.accelerator.max_memory_allocated(device) / 2**30
-    except (AttributeError, RuntimeError, NotImplementedError):  # of a device, or a PyTorch before 2.9, that cannot
+    except (AttributeError, RuntimeError, NotImplementedError):  # some devices, and PyTorch before 2.9, cannot tell
         return None

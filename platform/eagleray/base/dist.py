@@ -15,12 +15,12 @@ from torch import Tensor
 from eagleray.base.errors import Outage, UserError
 
 T = TypeVar("T")
-_limit: timedelta | None = None  # that a rank waits for the others in the groups of this process; None: PyTorch's
+_limit: timedelta | None = None  # how long a rank waits for the others; None: PyTorch's limit
 
 
 def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
     """Form the process group of this process, in which a rank waits for the others until the limit."""
-    global _limit  # as the group itself is one for the process
+    global _limit  # a process has one group, and so one limit
     _limit = limit
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit, **where)
 

@@ -20,7 +20,7 @@ from eagleray.base.errors import Busy, UserError
 
 log = logging.getLogger(__name__)
 LARGE = 2**53  # whole numbers from here on are not counted up to
-LOCK = ".lock"  # in a folder: the file that the process locks which may write there
+LOCK = ".lock"  # the file of a folder that its writing process locks
 LATE = "%s: %s; new lines are kept in memory until there is room"
 
 

@@ -13,7 +13,7 @@ from eagleray.base import dist
 
 def sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which each rank holds some rows."""
-    return hasattr(tensor, "to_local")  # without the import of torch.distributed.tensor, which takes a second
+    return hasattr(tensor, "to_local")  # importing torch.distributed.tensor takes a second
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from eagleray.storage.store import check_writable, folder_of, store
 SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
 OF_THIS_MACHINE = ("TORCH_HOME",)  # a path
-SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # in the name of a variable
+SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # secret variables
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
 
 
@@ -34,14 +34,14 @@ class JobPackage:
 
     id: str  # the same whenever the command is sent
     command: str  # such as pretrain
-    name: str  # of the recipe, the sweep, the backbone or the data
+    name: str  # the name of the recipe, the sweep, the backbone or the data
     out: str  # where the results go
-    digest: str  # of all that the results depend on
+    digest: str  # a digest of everything that the results depend on
     words: tuple[str, ...]  # what the head runs, after `eagleray`
     asks: str  # what it asks of the cluster, in words
     files: Mapping[str, str] = field(default_factory=dict)  # texts that are sent with it, by file name
-    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # by where they are written
-    recipe: Recipe | None = None  # of a run
+    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # keys are the paths that they are written to
+    recipe: Recipe | None = None  # None unless the job is a run
 
     def __post_init__(self) -> None:
         """Raises UserError when a word or a file holds a user, password or key, without repeating it."""

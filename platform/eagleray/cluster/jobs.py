@@ -296,7 +296,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
     told, lost, job = 0, 0.0, cluster.job(name)
     while True:
         try:
-            job = cluster.job(name)  # before its log, which is whole once it has ended
+            job = cluster.job(name)  # read first: the log is complete once the job has ended
             text = cluster.logs(name)
         except Silent as e:
             if not lost:

@@ -17,7 +17,7 @@ from eagleray.config import plugins
 T = TypeVar("T")
 R = TypeVar("R")
 WAITING = 64  # tasks that wait for a CPU; an autoscaler starts nodes for them
-SECONDS = 10.0  # between two looks how large the cluster is
+SECONDS = 10.0  # how often the size of the cluster is looked up
 
 
 def ray_map(
@@ -99,7 +99,7 @@ def _forget(name: str) -> None:
     """Take back what `_begin` told the cluster, which may outlive many maps."""
     from ray.experimental.internal_kv import _internal_kv_del
 
-    with contextlib.suppress(Exception):  # of a cluster that has gone
+    with contextlib.suppress(Exception):  # the cluster may have gone
         _internal_kv_del(name)
 
 

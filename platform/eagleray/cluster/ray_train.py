@@ -68,7 +68,7 @@ def fit(
     least, most = recipe.ranks
     # Ray waits so long for workers before it makes do with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # until a dead worker is noticed
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a dead worker is noticed within this time
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{HANGING:.0f}")
     gpu, cpus = resources(recipe, machines(ray))
     if gpu:

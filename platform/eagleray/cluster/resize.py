@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 PATIENCE = 120.0  # seconds that a run has to save; then Ray ends the workers without it
-_asked, _saved = threading.Event(), threading.Event()  # of the process of rank 0, for one start of the workers
+_asked, _saved = threading.Event(), threading.Event()  # rank 0's process sets them, anew for each start of the workers
 
 
 def ask_to_save() -> None:
@@ -46,7 +46,7 @@ def save_before_resize() -> Any:
             self.group = None
 
         def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-            self.group = None  # after a failure the others wait in vain for the rank that failed, and cannot save
+            self.group = None  # the ranks that are left wait for the failed one and cannot save
 
         def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
             if self.group is None:  # there is nothing to save before the first start and after a failure

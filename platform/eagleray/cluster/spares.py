@@ -26,7 +26,7 @@ PATIENCE = 10.0  # seconds that the process that waits has to end
 IMPORT = 600.0  # seconds that it has to import everything, which a cold disk of a network makes slow
 ANSWER = 30.0  # seconds that it has to fork, once it has done so before
 ALIVE, ENDED = "alive", "ended"  # what a forked process says, and what is said of it
-NAME = "eagleray-rank"  # of a forked process, as `ps` and `top` show it
+NAME = "eagleray-rank"  # `ps` and `top` show forked ranks under this name
 Said = tuple[Any, ...]  # a word, and what belongs to it
 
 

@@ -125,7 +125,7 @@ class Following:
         self.heard = time.monotonic()
         self.kill_at = self.killed = NEVER
         self.last: Ending | None = None
-        self.status: int | None = None  # of the process, once it has ended
+        self.status: int | None = None  # the exit status of the process, once it has ended
         self.warned = False
 
     def end(self) -> Ending:

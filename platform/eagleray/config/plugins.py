@@ -29,7 +29,7 @@ from eagleray.config.tree import STRICT
 
 GROUP = "eagleray.plugins"
 FOLDER = "plugins"  # inside a run folder and a job's package
-Sources = dict[str, bytes]  # by path below the folder that Python imports from
+Sources = dict[str, bytes]  # keys are paths below the folder that Python imports from
 
 
 @checked(frozen=True, config=STRICT)
@@ -44,7 +44,7 @@ class Plugin:
 class Copy:
     """The Python files of one copy of a plug-in, with the folder that holds them."""
 
-    folder: Path  # that Python imports from
+    folder: Path  # Python imports the plug-in from here
     sources: Sources
 
     @property
@@ -164,7 +164,7 @@ def loaded_plugins() -> dict[str, Plugin]:
 def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
     """Return the loaded plug-in that has registered something under this name; backbones are registered with timm."""
     if kind == "backbone":
-        timm = sys.modules.get("timm")  # which a plug-in with a backbone has imported
+        timm = sys.modules.get("timm")  # a plug-in with a backbone has imported timm
         module = timm.model_entrypoint(name).__module__ if timm and timm.is_model(name) else ""
     else:
         entry = register.entries(kind).get(name)
@@ -235,7 +235,7 @@ def _packages(name: str, folders: Iterable[Path]) -> list[Copy]:
     A copy has every Python file of the top-level package, so that a change anywhere in it is noticed."""
     top = name.partition(".")[0]
     specs = [PathFinder.find_spec(top, [str(folder)]) for folder in (Path.cwd(), *folders)]
-    with contextlib.suppress(ImportError, ValueError):  # of a name that is no module's
+    with contextlib.suppress(ImportError, ValueError):  # the name may be no module's
         specs.append(importlib.util.find_spec(top))
     copies = []
     for spec in specs:
@@ -292,7 +292,7 @@ def _prefer(folder: Path, top: str) -> None:
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # at the end, where it hides nothing
+        sys.path.append(path)  # at the end of the path it hides no other module
     spec = PathFinder.find_spec(top)
     origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     if not origin or not Path(origin).resolve().is_relative_to(path):

@@ -51,7 +51,7 @@ class Schedule:
             raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected only one of them")
 
     def __call__(self, at: Progress) -> float:
-        ticks = 1 if self.per_epoch else at.steps_per_epoch  # in one epoch
+        ticks = 1 if self.per_epoch else at.steps_per_epoch  # how often the value changes in an epoch
         now = max((int(at.epoch) if self.per_epoch else at.step) - self.timm, 0)
         warm = self.warmup * ticks
         if now < warm:

@@ -26,7 +26,7 @@ class Source:
     weight: str | None = None  # expression of SQL: how often an epoch reads a sample, in the mean
     exclude: str | None = None  # Parquet or CSV file with a column `key`: these samples are not read
     columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # such files
-    share: Annotated[float, Field(gt=0)] | None = None  # of an epoch, beside the shares of the other sources
+    share: Annotated[float, Field(gt=0)] | None = None  # its part of an epoch, relative to the other sources' shares
 
     @property
     def selects(self) -> bool:

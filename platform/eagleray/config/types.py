@@ -15,8 +15,8 @@ def _bytes(value: Any) -> Any:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Layers = Annotated[int, Field(gt=0)]  # of a projector; 2 is the papers'
+Layers = Annotated[int, Field(gt=0)]  # layers of a projector; the papers use 2
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]
-Format = Literal["auto", "bf16", "fp16", "fp32"]  # of the numbers that a network computes with; auto: by the device
-ModelName = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # in MLflow's registry
+Format = Literal["auto", "bf16", "fp16", "fp32"]  # the number format of the computation; auto: what suits the device
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # MLflow's registry takes these names

@@ -80,7 +80,7 @@ class View:
     sobel: Share = 0.0  # shows the edges: the size of the luminance's gradient
     noise: Share = 0.0  # adds normal noise, of one deviation per view
     noise_std: Range = NOISE_STD  # range of the deviation, of pixels from 0 to 1
-    rotate: Share = 0.0  # by 90, 180 or 270 degrees
+    rotate: Share = 0.0  # the probability of a turn by 90, 180 or 270 degrees
     cutout: Share = 0.0  # fills a square with ImageNet's mean colour
     cutout_area: Area = CUTOUT  # range of the square's area, as a share of the view's
     apply: Applied = None  # only these of APPLIED, in this order; None: all of them

@@ -42,15 +42,15 @@ class Task:
 
     features: SampleTable
     table: SampleTable
-    url: str  # of the shards
+    url: str  # the URL of the shards
     gpus: bool
 
 
 class Clusters(NamedTuple):
     """The clusters of all samples (N,): -1 for one without features."""
 
-    of: NDArray[np.int64]  # of the lowest level
-    similarity: NDArray[np.float32]  # to the centre
+    of: NDArray[np.int64]  # the cluster of each sample on the lowest level
+    similarity: NDArray[np.float32]  # cosine with the centre of the cluster
     parents: list[NDArray[np.int64]]  # see `kmeans.hierarchy`
 
 
@@ -80,7 +80,7 @@ def cluster(
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
     if bits is not None:
         choice["bits"] = whole("bits", bits, 0, LENGTH)
-        hash_tables(index)  # before the work begins
+        hash_tables(index)  # a wrong table is found before the work begins
     settings = choice | dict(embedding.about.settings)
     about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
     table = SampleTable.create(out or f"{home_of(index)}/{MEASURED}/clusters", about)
@@ -192,7 +192,7 @@ def find_copies(
     that stays (N,), nan where there is none; on other ranks nothing of use. Each rank compares a share of the
     clusters."""
     order = np.lexsort((-index.size, of))
-    order = order[of[order] >= 0]  # by cluster, the largest files first
+    order = order[of[order] >= 0]  # sorted by cluster, the largest files first
     starts = np.flatnonzero(np.diff(of[order], prepend=-1))
     found, done = [], 0
     dim, settings = task.features.about.settings["dim"], task.table.about.settings

@@ -16,7 +16,7 @@ from torch.nn import functional
 from eagleray.base import dist
 
 Vectors = Callable[[int], Iterable[Tensor]]  # this rank's share (n, D) in pieces, for the pass of that number
-ROUNDS = 20  # of k-means, at most
+ROUNDS = 20  # k-means ends after this many rounds
 RESAMPLED = 10  # times that a level is clustered again from the vectors around its centres
 COMPARED = 2**24  # similarities that are computed at once
 FAR = 64  # vectors that are farthest from their centre, of which empty clusters are begun again

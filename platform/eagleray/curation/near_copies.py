@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1024  # rows that are compared with others at once
-OTHERS = 2**16  # of those others
+OTHERS = 2**16  # how many of those others are compared at a time
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
         near, similarity = _most_similar(of, rows, stay)
         inside = of.between(rows, rows).tril(-1)
         kept = similarity < threshold
-        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # in order: what is before it is decided
+        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # earlier rows are decided already
             kept[row] &= not bool(((inside[row] >= threshold) & kept).any())
         among = inside.masked_fill(~kept | torch.ones_like(inside, dtype=torch.bool).triu(), -1.0).max(1)
         closer = among.values > similarity

@@ -123,7 +123,7 @@ class Writer:
             self.first()
             self.guard()
         try:
-            write_atomic(manifest_path, json.dumps(manifest))  # which flushes the name of the checkpoint too
+            write_atomic(manifest_path, json.dumps(manifest))  # also flushes the name of the checkpoint
             if self.copies:
                 store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
         except BaseException:

@@ -76,10 +76,10 @@ def to_timm(
             description["options"] = any_size(backbone, network, preprocessing.size) | description["options"]
     with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
         save_file(state, part)
-        beside = part.with_suffix(".json")  # where a new process looks for the description
+        beside = part.with_suffix(".json")  # a new process looks for the description here
         try:
             beside.write_text(json.dumps(description))
-            part.chmod(beside.stat().st_mode)  # by the umask; safetensors lets nobody else read
+            part.chmod(beside.stat().st_mode)  # the umask decides; safetensors lets nobody else read
             difference = compare(backbone, description, part)
         finally:
             beside.unlink(missing_ok=True)

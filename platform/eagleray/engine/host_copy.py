@@ -14,8 +14,8 @@ class HostCopy:
     """Copies states to buffers in the host's memory, which are reused by the next copy."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # by the keys that lead to the tensor
-        self._devices: set[torch.device] = set()  # with unfinished copies
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # one buffer for each path of keys to a tensor
+        self._devices: set[torch.device] = set()  # devices whose copies are not finished
 
     @torch.no_grad()
     def update(self, state: Any) -> Any:
@@ -31,7 +31,7 @@ class HostCopy:
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_meta:  # of a sharded checkpoint
+        if isinstance(x, torch.Tensor) and x.is_meta:  # sharded checkpoints have such tensors
             return x
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)

@@ -270,7 +270,7 @@ class LAMB(torch.optim.Optimizer):
                     self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
-            moves = torch._foreach_mul(params, 0.0)  # from zero, Adam's own kernel gives the step
+            moves = torch._foreach_mul(params, 0.0)  # started at zero, Adam's own kernel computes the bare step
             torch._fused_adam_(
                 moves,
                 [p.grad for p in params],

@@ -68,7 +68,7 @@ class Precision:
         self.dtype, self.device = dtype, device
         self.scaled = dtype == torch.float16
         self.loss_scale = torch.full((), START, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # since the last change of the scale
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # finite steps since the scale last changed
 
     @classmethod
     def of(cls, choice: Format, device: torch.device) -> "Precision":

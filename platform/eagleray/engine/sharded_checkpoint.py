@@ -55,7 +55,7 @@ def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
 
     The checkpoint may be of any number of ranks. Raises UserError and OSError.
     """
-    from eagleray.engine import row_reader  # with torch.distributed.checkpoint, which takes a second
+    from eagleray.engine import row_reader  # it imports torch.distributed.checkpoint, which takes a second
 
     row_reader.read(folder, {_name(k): x for k, x in targets.items()})
 

@@ -19,7 +19,7 @@ from eagleray.storage.store import store
 
 PIECE = 8 * 2**20  # bytes read from a store at a time
 WIDTH = 4  # pieces that are read at once
-METADATA = ".metadata"  # in the folder of a sharded checkpoint: describes the rows in the other files
+METADATA = ".metadata"  # this file of a sharded checkpoint describes the rows in the others
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")  # the rows of one rank
 SHA256 = re.compile("[0-9a-f]{64}")
 

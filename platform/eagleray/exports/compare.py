@@ -34,7 +34,7 @@ PHOTOGRAPHS = (
 )
 CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
 PYTHON = (sys.executable, "-c")
-GREY = 2.05  # of 255: libraries round pixels up or down after each of the two passes of a resize
+GREY = 2.05  # grey levels of 255: libraries round differently after each of the two passes of a resize
 
 # Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
 # embed; it is the example of the export's card. It is a constant of this package and no data: the modules that write
@@ -62,9 +62,9 @@ np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pi
 class Difference(NamedTuple):
     """The distance of an export from the backbone, in features relative to the largest one."""
 
-    same: float  # on the same pixels
-    whole: float  # from the image file on, each with its own preprocessing, of photographs that are cut alike
-    pixels: float  # in grey levels, the largest of all pixels
+    same: float  # the difference when both get the same pixels
+    whole: float  # the difference when each preprocesses the image file itself, for photographs that are cut alike
+    pixels: float  # the largest difference of pixels, in grey levels
     # photographs that are cut one pixel beside ours: some round half a pixel down, some to even numbers
     beside: int = 0
 

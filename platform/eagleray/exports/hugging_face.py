@@ -152,7 +152,7 @@ def fit_swin(model: Any) -> Fit:
     )
     state = renamed(model, [TABLE, *SWIN])
 
-    def moved(match: re.Match[str]) -> str:  # to the end of the stage before
+    def moved(match: re.Match[str]) -> str:  # the downsampling moves to the end of the stage before
         return f"encoder.layers.{int(match[1]) - 1}.downsample"
 
     state = {re.sub(r"^encoder\.layers\.(\d+)\.downsample", moved, k): v for k, v in state.items()}

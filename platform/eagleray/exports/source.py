@@ -30,13 +30,13 @@ class Source:
     preprocessing: Preprocessing
     recipe: Recipe
     out: str  # the run's folder or s3:// URL
-    folder: Path  # of the run's files on this machine
+    folder: Path  # the run's files on this machine
     step: int | None  # None: of the newest checkpoint
-    what: str | None  # which encoder of the method; None: the one that the method exports
+    what: str | None  # the encoder of the method to export; None: the method's choice
     evaluated: bool  # whether the run evaluates this backbone
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # of the method beside its backbones, by common names
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # the method without its backbones, by common names
     role: str = ""  # student or teacher, where the backbone is that of one of them
-    steps: int | None = None  # that its weights have taken; None: the checkpoint does not say
+    steps: int | None = None  # training steps of the weights; None: the checkpoint does not say
 
     def features(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
@@ -49,7 +49,7 @@ class Program(NamedTuple):
 
     text: str
     probes: Sequence[tuple[int, int, int]] = ()  # batches and sizes of images (B, H, W) to compare it on
-    step: int | None = None  # of the sizes of images that it takes beside its own, in pixels
+    step: int | None = None  # other image sizes differ from its own by multiples of this many pixels
 
 
 def load_source(path: str, what: str | None = None) -> Source:

@@ -41,7 +41,7 @@ def write(source: Source, folder: Path) -> Program:
     if "timm" not in description or plugin:
         raise UserError(f"--to timm-hub: timm cannot build {unknown_to_timm(source)}; --to timm is for eagleray.load")
     sized = source.backbone
-    if source.network.position == "dino":  # which timm would resample in its own way
+    if source.network.position == "dino":  # timm would resample these position embeddings in its own way
         sized = with_own_grid(sized, source.network, source.preprocessing.size)
     family = timm.model_entrypoint(name).__module__.rpartition(".")[2]
     arguments: dict[str, Any] = {**ANY_SIZE.get(family, {}), **description["options"]}

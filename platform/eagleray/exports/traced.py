@@ -109,7 +109,7 @@ def trace(source: Source) -> Traced:
     step = stride(backbone)
     batch = Dim("batch", min=1, max=BATCH)
     error = None
-    for each in (None,) if size % step or size < 2 * step else (step, None):  # of one patch, the tracer makes a case
+    for each in (None,) if size % step or size < 2 * step else (step, None):  # one patch is a special case
         sides: dict[int, Any] = {}
         if each:
             sides = {2: each * Dim("h", min=2, max=SIDE // each), 3: each * Dim("w", min=2, max=SIDE // each)}
@@ -119,7 +119,7 @@ def trace(source: Source) -> Traced:
             with quiet():
                 shapes = {"images": {0: batch, **sides}}
                 return Traced(torch.export.export(Pooled(backbone.model), (images,), dynamic_shapes=shapes), each)
-        except Exception as e:  # of many kinds: whatever of the network cannot be traced
+        except Exception as e:  # the tracer raises many kinds of errors
             error = error or e
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise UserError(f"torch.export cannot trace {source.network.name}: {why[:200]}")
@@ -148,7 +148,7 @@ def write_onnx(source: Source, folder: Path) -> Program:
         with quiet():
             program = torch.onnx.export(traced.program, dynamo=True, verbose=False)
             assert program is not None
-    except Exception as e:  # of many kinds: an operation that ONNX does not have
+    except Exception as e:  # the exporter raises many kinds of errors, such as for a missing operation
         why = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise UserError(f"--to onnx: {source.network.name} cannot be written as ONNX: {why[:200]}") from None
     sides = ("height", "width") if traced.step else (source.preprocessing.size,) * 2

@@ -26,7 +26,7 @@ class Target:
     """A library that loads exports."""
 
     write: Callable[[Source, Path], Program]  # writes the files; returns how to load them
-    line: Callable[[Path], str]  # of Python, which loads the files of a folder
+    line: Callable[[Path], str]  # returns the line of Python that loads the files of a folder
 
 
 TARGETS = {
@@ -43,9 +43,9 @@ class Written(NamedTuple):
 
     folder: Path
     files: list[Path]
-    line: str  # of Python, which loads it
+    line: str  # the line of Python that loads it
     difference: Difference
-    step: int | None  # of the sizes of images that a traced network takes, in pixels
+    step: int | None  # a traced network takes image sizes in steps of this many pixels
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) -> Written:
@@ -78,7 +78,7 @@ def check_place(folder: Path, to: str, names: Collection[str]) -> None:
 
 def library_of(folder: Path) -> str:
     """Return the library that the export in a folder is for, or an empty text where it holds none."""
-    if not os.path.lexists(folder / CARD):  # as a run leaves its own export
+    if not os.path.lexists(folder / CARD):  # a run leaves its own export without a card
         try:
             known = json.loads((folder / FILE).with_suffix(".json").read_text())
             return "timm" if {"timm", "backbone"} & set(known) else ""

@@ -10,7 +10,7 @@ from eagleray.base.autocast import in_float32
 from eagleray.losses.products import unit
 
 
-@in_float32  # of cosines that differ little from the anchor's: bfloat16 has steps of 1/256 near 1
+@in_float32  # the cosines differ little from the anchor's, and bfloat16 has steps of 1/256 near 1
 def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
     """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
     of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs."""

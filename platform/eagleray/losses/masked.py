@@ -23,7 +23,7 @@ from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import PrototypeHead
 from eagleray.models.packing import Hidden, maskable
 
-TRIES, ASPECT = 10, 0.3  # of a block that fits, and of its sides, in BEiT and in the code of both methods
+TRIES, ASPECT = 10, 0.3  # draws until a block fits, and its extreme aspect ratio, as in BEiT and both codes
 
 Shares = NDArray[np.float64]  # (2, images of all ranks) the share of the patches of each crop that is to be hidden
 

@@ -10,7 +10,7 @@ from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 
 
-@in_float32  # of the temperature 0.07, which would enlarge a rounding 14 times
+@in_float32  # the temperature 0.07 would enlarge a rounding 14 times
 def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
     """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)

@@ -25,7 +25,7 @@ class Regions(NamedTuple):
     """The tokens of V views: the features of a student's or a teacher's backbone, and the scores of its head."""
 
     features: list[Tensor]  # V x (B, N_v, D) of the backbone, by which tokens are matched
-    scores: Scores  # of all tokens: n rows, view-major, then image, then token
+    scores: Scores  # n rows, one for each token: view-major, then image, then token
 
 
 def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:

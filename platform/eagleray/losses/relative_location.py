@@ -15,7 +15,7 @@ from eagleray.base.rng import step_generator
 from eagleray.models.heads import mlp
 
 HIDDEN = 512
-VARIANCE_WEIGHT = 1e-3  # of the log of the variance in L_reg; the paper does not give it
+VARIANCE_WEIGHT = 1e-3  # the weight of the log-variance in L_reg; the paper does not give it
 
 # How an offset is predicted: as a number (L), as a class (L_ce), or as the mean of the classes, divided by their
 # variance (L_reg); absolute, or with its sign (the paper's L*).

@@ -11,7 +11,7 @@ from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 from eagleray.base.rng import step_generator
 
-KNOTS = 17  # of the integral, as recommended in section 6.1
+KNOTS = 17  # points of the integral, as section 6.1 recommends
 
 
 def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
@@ -20,7 +20,7 @@ def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     return a / a.norm(dim=0)
 
 
-@in_float32  # of cosines of up to 3 x, where bfloat16 has steps of 1/64
+@in_float32  # the arguments of the cosines reach 3 x, where bfloat16 has steps of 1/64
 def sigreg(z: Tensor, a: Tensor, rows: tuple[int, ...], *, reach: float = 3.0) -> Tensor:
     """Return the mean over views and directions a (C, M) of the Epps-Pulley statistic of embeddings z (V, B, C).
 

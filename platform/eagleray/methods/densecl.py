@@ -37,7 +37,7 @@ class DenseCL(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        dense_weight: Share = 0.5,  # of the loss of patches; that of pooled vectors has the rest
+        dense_weight: Share = 0.5,  # the weight of the patches' loss; the pooled vectors' has the rest
         norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class DetCo(Method):
         backbone: Backbone,
         *,
         dim: PositiveInt = 128,
-        weights: tuple[PositiveFloat, ...] = (0.1, 0.4, 0.7, 1.0),  # of the losses of each stage, first to last
+        weights: tuple[PositiveFloat, ...] = (0.1, 0.4, 0.7, 1.0),  # weights of the stages' losses, first to last
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
@@ -66,7 +66,7 @@ class DetCo(Method):
         p_q, p_k = (jigsaw(p, side(p), 2 * at.draw + i, batch.rows) for i, p in enumerate(uncut))
         if self.norm_group:
             count_images(self, len(x_q))
-        q_g, q_l = unit(self.f_q.encode(x_q, p_q)).unbind(1)  # of images and of patches, (B, S, C)
+        q_g, q_l = unit(self.f_q.encode(x_q, p_q)).unbind(1)  # images and patches, (B, S, C) each
         with torch.no_grad():
             ema_update(self.f_k, self.f_q, self.momentum(at))
             k = self.keys(x_k, p_k, batch, at)
@@ -116,7 +116,7 @@ class _Encoder(Encoder[nn.Sequential]):
         widths = [*backbone.dims("stages")[:-1], backbone.dim]
         *first, last = (mlp([d, d, dim], norm=False) for d in widths)
         super().__init__(backbone, last)
-        self.stage_heads = nn.ModuleList(first)  # of the stages before the last
+        self.stage_heads = nn.ModuleList(first)  # heads for the stages before the last
         self.local_heads = nn.ModuleList(mlp([PATCHES * d, d, dim], norm=False) for d in widths)
 
     def encode(self, images: Tensor, patches: Tensor) -> Tensor:

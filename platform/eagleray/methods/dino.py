@@ -48,9 +48,9 @@ class DINO(Method):
         self.register_buffer("center", torch.zeros(prototypes))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        s = Scores(self.student(batch.views), self.student.head.last.weight)  # of V * B crops
+        s = Scores(self.student(batch.views), self.student.head.last.weight)  # V * B crops
         with torch.no_grad():
-            t = Scores(self.teacher(batch.views[:2]), self.teacher.head.last.weight)  # of 2 * B crops
+            t = Scores(self.teacher(batch.views[:2]), self.teacher.head.last.weight)  # 2 * B crops
         pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
         loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
         stats = assignment_stats(t, self.center, tau_t)

@@ -25,7 +25,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
-ITERATIONS, SMALLEST = 3, 4  # of Sinkhorn-Knopp; patches of a block, at least: both of the authors' code
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches of a block, as in the authors' code
 
 
 class DINOv2(Method):
@@ -40,10 +40,10 @@ class DINOv2(Method):
         backbone: Backbone,
         *,
         prototypes: PositiveInt = 131072,
-        patch_prototypes: PositiveInt | None = 131072,  # of a head for patches alone; None: they share that of images
+        patch_prototypes: PositiveInt | None = 131072,  # a head for patches alone; None: they share the images'
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
-        patch_bottleneck: PositiveInt = 256,  # of the head for patches alone
+        patch_bottleneck: PositiveInt = 256,  # bottleneck of the head for patches alone
         mask_probability: Share = 0.5,  # the part of the large crops of which patches are hidden
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # bounds of the share of their patches that are hidden
         # mean: of the scores, as in DINO, which the authors' run on ImageNet-1k has.
@@ -52,7 +52,7 @@ class DINOv2(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True),
         momentum: Schedule = Schedule(value=0.994, end=1.0),
-        center_momentum: Share = 0.9,  # of centering=mean
+        center_momentum: Share = 0.9,  # used with centering=mean
         freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()

@@ -30,8 +30,8 @@ class Distill(Method):
         self,
         backbone: Backbone,
         *,
-        teacher: Network,  # with its weights
-        hidden: PositiveInt = 2048,  # of both heads
+        teacher: Network,  # the network and its weights
+        hidden: PositiveInt = 2048,  # width of both heads
         patch_weight: Annotated[float, Field(ge=0)] = 1.0,
     ) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Distill(Method):
 
     def train(self, mode: bool = True) -> "Distill":
         super().train(mode)
-        self.teacher.eval()  # with batch norm's statistics of its own training
+        self.teacher.eval()  # batch norm keeps the statistics of the teacher's training
         return self
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:

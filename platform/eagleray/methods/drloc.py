@@ -46,7 +46,7 @@ class DRLoc(Classifier):
         # Lambda. In the paper it is constant, 0.5 for Swin and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
-        targets: Targets = "raw",  # of l1 and l1_signed
+        targets: Targets = "raw",  # read by l1 and l1_signed
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
         # L_all: an MLP for each stage (all, as in the code) or each block (blocks, as in the paper), on its own grid.
         stages: Literal["last", "all", "blocks"] = "last",

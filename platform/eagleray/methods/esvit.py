@@ -53,7 +53,7 @@ class EsViT(Method):
         region_from: float = 0.0,  # epochs in which the loss is L_V alone, at full weight, as in DINO
         region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
-        tokens: PositiveInt | None = None,  # to sample from a view that has more (DeiT in the paper); None: all
+        tokens: PositiveInt | None = None,  # tokens sampled from a view that has more (DeiT in the paper); None: all
     ) -> None:
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
@@ -83,7 +83,7 @@ class EsViT(Method):
             update_center(self.region_center, t_regions.scores, batch.rows, self.center_momentum)
         else:
             l_r = torch.zeros_like(l_v)
-            loss = l_v + zero_loss(self.student.region_head)  # whose gradients `before_step` drops
+            loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops these gradients
         stats = assignment_stats(t, self.center, tau_t)
         # After the loss, which uses the old centre. As in the authors' code, a centre is a mean of scores and each loss
         # has its own; in algorithm 1 both are means of the probabilities of views.

@@ -35,11 +35,11 @@ class IBOT(Method):
         backbone: Backbone,
         *,
         prototypes: PositiveInt = 8192,
-        patch_prototypes: PositiveInt | None = None,  # of a head for patches alone; None: they share that of images
+        patch_prototypes: PositiveInt | None = None,  # a head for patches alone; None: they share the images'
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
         free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
-        mask_probability: Share = 0.5,  # of hiding patches of a large crop
+        mask_probability: Share = 0.5,  # the probability that a large crop has hidden patches
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # bounds of the share of its patches that are hidden
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
@@ -64,7 +64,7 @@ class IBOT(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         grid, tau_t, tau_s = self.student.backbone.patch_grid(batch.views[0]), self.teacher_temp(at), self.student_temp
         shares = independent_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw)
-        smallest = (min(grid) // 3) ** 2  # of a block, as in the authors' code
+        smallest = (min(grid) // 3) ** 2  # the smallest block, as in the authors' code
         masks = draw_masks(shares, grid, smallest, batch.rows, at.draw, batch.views[0].device)
 
         u, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)

@@ -48,7 +48,7 @@ class InstLoc(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        smallest: Share = 0.5,  # of the lengths that a box is fitted into, as a share of the image's side
+        smallest: Share = 0.5,  # the smallest side that a box is fitted into, as a share of the image's side
         overlap: Share = 0.5,  # IoU of a query's box with the true one, at least; 1: the query has the true box
         side: PositiveInt = 14,  # cells of a box's side in front of the last stage
         norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
@@ -108,7 +108,7 @@ class _Encoder(Encoder[nn.Sequential]):
 
 def neighbours(x: Tensor, rows: tuple[int, ...], step: int) -> Tensor:
     """Return, for every row of x (B, ...), the next row of the global batch, or the one before it with `step` -1."""
-    edges = dist.gather(x[:1] if step == 1 else x[-1:], (1,) * len(rows))  # of all ranks
+    edges = dist.gather(x[:1] if step == 1 else x[-1:], (1,) * len(rows))  # the edges of all ranks
     edge = edges[(dist.rank() + step) % len(rows)][None]
     return torch.cat([x[1:], edge] if step == 1 else [edge, x[:-1]])
 
@@ -131,6 +131,6 @@ def near_boxes(boxes: Tensor, u: Tensor, overlap: float, size: int) -> Tensor:
     candidates = anchors(size, boxes)  # (A, 4)
     counted = (box_iou(boxes, candidates) > overlap).cumsum(1)  # (B, A)
     count = counted[:, -1:]
-    number = torch.minimum((u * count).long() + 1, count)  # of the candidate, from 1
+    number = torch.minimum((u * count).long() + 1, count)  # the candidate's number, counted from 1
     chosen = torch.searchsorted(counted, number).clamp(max=len(candidates) - 1)  # (B, 1)
     return torch.where(count > 0, candidates[chosen.squeeze(1)], boxes)

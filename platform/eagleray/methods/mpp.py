@@ -24,7 +24,7 @@ from eagleray.models.packing import Hidden, maskable, take
 from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
 from eagleray.views.colours import colours
 
-MOST_CHANNELS = 5  # which have 32,768 colours
+MOST_CHANNELS = 5  # five channels have 32,768 colours
 
 
 class MPP(Method):

@@ -37,7 +37,7 @@ class PIRL(Method):
         *,
         dim: PositiveInt = 128,
         temperature: PositiveFloat = 0.07,
-        momentum: Share = 0.5,  # of a vector in the bank
+        momentum: Share = 0.5,  # momentum of the bank's vectors
         negatives: PositiveInt = 32000,
         patch: PositiveInt = 64,  # pixels on a side
         jigsaw_weight: Share = 0.5,  # lambda: of the loss of the patches; that of the image has the rest

@@ -33,9 +33,9 @@ class PixPro(Method):
         dim: PositiveInt = 256,
         hidden: PositiveInt = 4096,
         sharpness: Annotated[float, Field(ge=1)] = 2.0,  # the exponent gamma of similarities
-        distance: PositiveFloat = 0.7,  # below which two patches are a pair, in diagonals of the larger patch
+        distance: PositiveFloat = 0.7,  # two patches closer than this are a pair, in diagonals of the larger patch
         momentum: Schedule = Schedule(value=0.99, end=1.0),
-        instance_weight: NonNegativeFloat = 0.0,  # of the loss of whole images; 0: no heads for it
+        instance_weight: NonNegativeFloat = 0.0,  # the weight of the loss of whole images; 0: no heads for it
     ) -> None:
         super().__init__()
         self.sharpness, self.distance, self.momentum = sharpness, distance, momentum

@@ -41,7 +41,7 @@ class SelfPatch(Method):
         patch_prototypes: PositiveInt = 4096,
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
-        heads: PositiveInt = 6,  # of the class attention: as many as the backbone's
+        heads: PositiveInt = 6,  # heads of the class attention, as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         # A patch at one border has the patches at the opposite border as neighbours, as in the authors' code only.
         wrap: bool = True,
@@ -68,7 +68,7 @@ class SelfPatch(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         images, tau_t, tau_s = len(batch.views[0]), self.teacher_temp(at), self.student_temp
-        f = self.student.features(batch.views)  # of each part: the views of one size
+        f = self.student.features(batch.views)  # one part for the views of each size
         with torch.no_grad():
             g = self.teacher.features(batch.views if self.crops == "all" else batch.views[:2])
             t = Scores(self.teacher.images(g), self.teacher.head.last.weight)

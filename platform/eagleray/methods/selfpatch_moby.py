@@ -46,7 +46,7 @@ class SelfPatchMoBY(Method):
         patch_prototypes: PositiveInt = 4096,
         patch_hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
-        heads: PositiveInt = 3,  # of the class attention: as many as the backbone's
+        heads: PositiveInt = 3,  # heads of the class attention, as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         wrap: bool = True,  # neighbours across the image's border
         patch_weight: PositiveFloat = 0.1,

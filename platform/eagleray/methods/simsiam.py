@@ -25,7 +25,7 @@ class SimSiam(Method):
         backbone: Backbone,
         *,
         dim: PositiveInt = 2048,
-        hidden: PositiveInt = 512,  # of the predictor, which is a bottleneck
+        hidden: PositiveInt = 512,  # width of the predictor, which is a bottleneck
     ) -> None:
         super().__init__()
         # The projector is as wide as the backbone, as in the authors' code: 2048, the paper's number, for ResNet-50.
@@ -35,7 +35,7 @@ class SimSiam(Method):
             nn.Linear(dim, hidden, bias=False),
             nn.BatchNorm1d(hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(hidden, dim),  # with a bias and no batch norm, which makes training unstable here (table 3)
+            nn.Linear(hidden, dim),  # a bias instead of batch norm, which makes training unstable here (table 3)
         )
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:

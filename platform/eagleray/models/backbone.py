@@ -71,7 +71,7 @@ class Backbone(nn.Module):
         keys = {"init": init, "position": position, "pool": pool, "norm": norm, "stem": stem, "patch_norm": patch_norm}
         self.model = create(name, keys, {"drop_path_rate": drop_path}, options or {})
         self.dim: int = self.model.num_features
-        self.channels: int = (options or {}).get("in_chans", 3)  # of images
+        self.channels: int = (options or {}).get("in_chans", 3)  # channels of the images
         if stem == "wide":
             widen_stem(self.model, name)
         if position in ("sincos", "dino"):
@@ -83,14 +83,14 @@ class Backbone(nn.Module):
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
                 raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
-            if stem == "conv":  # which the authors' code trains even then
+            if stem == "conv":  # the authors' code trains the stem even then
                 raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
         if patch_norm != "timm":
             if freeze_patch or stem == "conv":
                 other = "freeze_patch=true" if freeze_patch else "stem=conv"
                 raise UserError(f"backbone.patch_norm={patch_norm}: none is trained with backbone.{other}")
-            if patch_norm == "weight":  # after the initialisation, which it keeps
+            if patch_norm == "weight":  # this comes after the initialisation, which it keeps
                 nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:

@@ -14,7 +14,7 @@ from timm.models import PretrainedCfg
 
 from eagleray.base.errors import UserError, one_line
 
-FILES = ("model.safetensors", "pytorch_model.bin")  # in which a repository has its weights
+FILES = ("model.safetensors", "pytorch_model.bin")  # a repository has its weights in one of these
 PATIENCE = 5.0  # seconds in which the Hub has to answer
 TOKEN = "set HF_TOKEN to a token that may read it"
 
@@ -32,7 +32,7 @@ def fetch(repository: str, names: Sequence[str] = FILES) -> Path:
             try:
                 return Path(hf_hub_download(name, file, revision=revision or None, endpoint=constants.ENDPOINT))
             except EntryNotFoundError as e:
-                if isinstance(e, LocalEntryNotFoundError):  # which says that the Hub did not answer
+                if isinstance(e, LocalEntryNotFoundError):  # this error means that the Hub did not answer
                     raise
     except UserError:
         raise
@@ -40,7 +40,7 @@ def fetch(repository: str, names: Sequence[str] = FILES) -> Path:
         raise UserError(f"the Hub asks who reads this repository: accept its terms there and {TOKEN}") from None
     except RepositoryNotFoundError:
         raise UserError(f"the Hub has no such repository, or a private one; {TOKEN}") from None
-    except Exception as e:  # of many libraries: a full disk, a proxy, a name that is none
+    except Exception as e:  # many libraries raise here: a full disk, a proxy, an unknown name
         raise UserError(f"cannot be fetched ({type(e).__name__}: {one_line(e)})") from None
     raise UserError(f"the repository has no {' or '.join(names)}")
 

@@ -20,7 +20,7 @@ def jigsaw(images: Tensor, size: int, seed: int, rows: tuple[int, ...]) -> Tenso
     patch belongs. `rows` are the numbers of images of all ranks: a draw does not depend on how they share the batch.
     `size` is at most a third of H and of W, rounded down.
     """
-    height, width = images.shape[2] // GRID, images.shape[3] // GRID  # of a cell
+    height, width = images.shape[2] // GRID, images.shape[3] // GRID  # the height and width of a cell
     first, count = dist.offset(rows), sum(rows)
     generator, device = step_generator(seed, images.device), images.device
 

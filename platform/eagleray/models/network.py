@@ -20,7 +20,7 @@ TESTED = (
 )
 
 
-TIMM, HF = "timm:", "hf:"  # before the names of weights that timm and the Hugging Face Hub have
+TIMM, HF = "timm:", "hf:"  # prefixes of weights that timm and the Hugging Face Hub have
 
 
 def is_public(source: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.base.rng import step_generator
 
-LEVELS = 8  # of each channel: 3 bits
+LEVELS = 8  # levels of each channel, 3 bits
 
 
 class Corruption(NamedTuple):

@@ -45,7 +45,7 @@ class Bank(Memory):
 
     def __init__(self, images: int, dim: int) -> None:
         super().__init__()
-        bound = (3 / dim) ** 0.5  # of unit length on average
+        bound = (3 / dim) ** 0.5  # a vector has unit length on average
         self.register_buffer("rows", torch.empty(images, dim).uniform_(-bound, bound))
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """
 
     group: int  # images; the last group of a batch may be smaller
-    images: int | None = None  # of this rank, where an image may have several rows, one after another; None: one
+    images: int | None = None  # this rank's images, where each has several consecutive rows; None: one row each
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -123,7 +123,7 @@ def shuffle(
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)
-    generator = torch.Generator(x.device).manual_seed(seed)  # on the device, which would wait for a copy from the host
+    generator = torch.Generator(x.device).manual_seed(seed)  # a copy from the host would wait
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

@@ -15,10 +15,10 @@ Parts = Literal[
 
 def stages(model: Any) -> list[nn.Module]:
     """Return the stages or blocks, first to last. Raises UserError for a model that has none."""
-    for name in ("layers", "stages", "blocks"):  # of Swin, of our pyramids, of a ViT
+    for name in ("layers", "stages", "blocks"):  # Swin, our pyramids, ViTs
         if hasattr(model, name):
             return list(getattr(model, name))
-    parts = [module for name, module in model.named_children() if name.startswith("layer")]  # of a ResNet
+    parts = [module for name, module in model.named_children() if name.startswith("layer")]  # ResNets
     if not parts:
         raise UserError(f"backbone.name: {type(model).__name__} has neither stages nor blocks to read tokens from")
     return parts

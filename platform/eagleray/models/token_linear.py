@@ -17,10 +17,10 @@ from torch.nn import functional
 Network = TypeVar("Network", bound=nn.Module)
 
 CPUINFO = Path("/proc/cpuinfo")
-ROWS = 256  # of an input; with fewer, the weights are the larger part of the work
+ROWS = 256  # the fewest rows of an input; with fewer, the weights are the larger part of the work
 # Images that the rows are divided into: with fewer, PyTorch multiplies matrices in a 1 x 1 convolution, too.
 IMAGES = 16
-PIXELS = 256  # of an image at most; the gradients of weights are slow with more
+PIXELS = 256  # the largest side of an image; with more, gradients of weights are slow
 
 
 class TokenLinear(nn.Linear):
@@ -31,7 +31,7 @@ class TokenLinear(nn.Linear):
     images are divided into batches and workers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # which choose kernels themselves
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # both choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
         if not self.training:

@@ -59,7 +59,7 @@ MEAN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
 # The arguments of timm's VisionTransformer by key and value of a recipe's backbone section.
 ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
     ("init", "moco"): {"weight_init": "moco"},
-    ("init", "mae"): {"weight_init": "moco"},  # which `init_mae` replaces
+    ("init", "mae"): {"weight_init": "moco"},  # `init_mae` replaces these weights
     ("position", "none"): {"pos_embed": "none"},
     ("pool", "mean"): {**MEAN, "final_norm": False},
     ("pool", "norm_mean"): {**MEAN, "final_norm": True},

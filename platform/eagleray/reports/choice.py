@@ -10,7 +10,7 @@ from eagleray.reports.page import Picture, Pictures, Section, Table
 class Choice:
     """Holds what is left of a data set, as plain values that a run keeps in its folder."""
 
-    digest: str  # of the weights
+    digest: str  # a digest of the weights
     tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, columns and rows
     sheets: list[tuple[str, str]]  # a name and a data: URI
     text: list[str]

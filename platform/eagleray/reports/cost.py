@@ -44,7 +44,7 @@ def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Pictur
     alike = len({format_settings(at) for at in map(conditions, costs.values())}) == 1
     for heading, key, scores in accuracies(runs):
         for axis, label in AXES.items():
-            if axis == "throughput/images_per_s" and not alike:  # of another device or batch: not comparable
+            if axis == "throughput/images_per_s" and not alike:  # another device or batch is not comparable
                 continue
             points = [
                 plots.Point(

@@ -15,9 +15,9 @@ from eagleray.reports.page import uri
 Pixels = NDArray[np.uint8]  # (H, W, 3)
 Floats = NDArray[np.floating[Any]]
 SIZE = (9.6, 7.2)  # inches of the map
-SMALL = (4.6, 1.5)  # of a distribution
+SMALL = (4.6, 1.5)  # inches of a distribution's picture
 ON_MAP = 34  # pixels of the longer side of an image on the map
-QUALITY = 80  # of WebP
+QUALITY = 80  # WebP's quality
 
 
 def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:

@@ -25,7 +25,7 @@ class Listed:
 
     name: str  # its folder, from the given one
     method: str
-    state: str  # as in a report, or "damaged"
+    state: str  # the state that a report shows, or "damaged"
     step: int
     steps: int | None  # planned
     best: float | None

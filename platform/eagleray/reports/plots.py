@@ -16,7 +16,7 @@ from eagleray.runs.plots import BOTTOM, REST, TOP, Curve, Line, Panel, fill, gra
 
 SIZE = (4.6, 2.9)  # inches
 DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
-POINTS = 600  # of a line
+POINTS = 600  # points of a line at most
 COLOURS = (BLUE, RED, "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
 STYLES = ("-", "--", ":", "-.")
 MOST = len(COLOURS) * len(STYLES)  # runs that can be told from each other

@@ -29,7 +29,7 @@ Source = str | os.PathLike[str]  # an `eagleray.Run` is one, too
 LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
 LAST = 15  # lines of the log
-PARTS = ("method", "backbone", "data", "optim", "evaluate")  # of a recipe, read here
+PARTS = ("method", "backbone", "data", "optim", "evaluate")  # sections of a recipe that are read here
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Run:
     """The contents of the files in a run's folder; where a file is missing, its field is empty."""
 
     out: str  # the folder or URL where the run is kept
-    folder: Path  # on this machine
+    folder: Path  # the run's files on this machine
     recipe: dict[str, Any]  # resolved
     environment: dict[str, Any]
-    records: Sequence[dict[str, Any]]  # of metrics.jsonl
-    summary: dict[str, Any]  # of the end that it has reached
+    records: Sequence[dict[str, Any]]  # lines of metrics.jsonl
+    summary: dict[str, Any]  # summary.json; empty until the run has finished
     earlier: dict[str, Any]  # the summary of an end after which it took more steps, with a larger max_steps
     results: Sequence[Result]
     findings: Sequence[dict[str, Any]]
@@ -52,7 +52,7 @@ class Run:
     why: str  # more about the state, in a sentence
     log: Sequence[str]  # its last lines
     forecast: dict[str, Any]  # what was expected of its memory and speed
-    choice: Choice | None  # which samples it reads
+    choice: Choice | None  # the samples that the run reads
 
     @property
     def last(self) -> int:

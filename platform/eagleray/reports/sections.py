@@ -30,7 +30,7 @@ from eagleray.runs import metrics
 from eagleray.runs.health import KINDS
 
 REASONS = 20  # rows of the table of bad samples
-FINDINGS = 50  # of the table of findings
+FINDINGS = 50  # the table shows this many findings
 END = "At the end of the run"
 LONGEST = 1e10  # seconds: three centuries, of which there are dates
 BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # endings of keys of numbers from before the training

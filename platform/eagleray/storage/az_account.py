@@ -20,7 +20,7 @@ from eagleray.base.errors import UserError, one_line
 from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.retry import Transient
 
-VERSION = "2021-12-02"  # of the API
+VERSION = "2021-12-02"  # the version of the API
 SCOPE = "https://storage.azure.com/.default"
 CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
 CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
@@ -34,7 +34,7 @@ class Account:
     """An account, its server, and its credentials: a key, a signature for URLs, a token, or none."""
 
     name: str
-    endpoint: str  # with https:// and without a slash at its end
+    endpoint: str  # begins with https:// and ends without a slash
     key: bytes = field(default=b"", repr=False)
     sas: str = field(default="", repr=False)
     token: Callable[[], str] | None = None
@@ -136,7 +136,7 @@ def find_token() -> Callable[[], str] | None:
 
     try:
         token()
-    except ClientAuthenticationError as e:  # which azure-identity raises for a service that does not answer, too
+    except ClientAuthenticationError as e:  # azure-identity raises this for a service that does not answer, too
         if any(os.environ.get(name) for name in IDENTITIES):
             raise Transient(one_line(e)) from None
         return None

@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
     kind: Kind
     errors: frozenset[str | int]
-    source: str  # where these errors are documented
+    source: str  # the page that documents these errors
 
 
 def _rule(kind: Kind, errors: str, source: str) -> Rule:

@@ -185,7 +185,7 @@ class Token:
 
         Raises Transient when a token could not be had, which may pass, and UserError for what may not."""
         if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            return {}  # as Google's own libraries do
+            return {}  # Google's own libraries do the same
         with self._lock:
             if self._credentials[0] != os.getpid():
                 self._credentials = (os.getpid(), self._find())

@@ -23,5 +23,5 @@ def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int =
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for future in waiting:  # after an error they are not needed
+            for future in waiting:  # after an error nobody needs them
                 future.cancel()

@@ -11,9 +11,9 @@ from eagleray.base.plotting import BLUE, DPI, GREY, INK, RED
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import RANGES, in_words
 
-COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # of alternatives
+COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # colours of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
-COLUMNS = 4  # of panels
+COLUMNS = 4  # columns of panels
 NAMED = 12  # curves at most that have their trial's name; of more, the best one has
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 

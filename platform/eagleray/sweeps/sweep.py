@@ -96,7 +96,7 @@ Space = dict[
 class Objective:
     """The metric that the trials are compared by."""
 
-    key: str = KNN_TOP1  # of metrics.jsonl or summary.json
+    key: str = KNN_TOP1  # a key of metrics.jsonl or summary.json
     mode: Literal["max", "min"] = "max"
 
 
@@ -121,10 +121,10 @@ class Sweep(Branch):
     reduction: Annotated[float, Field(gt=1)] = 3.0  # asha, hyperband: one in so many goes on
     interval: Annotated[Share, Field(gt=0)] = 0.2  # pbt: share of the steps between two exchanges
     trials: PositiveInt | None = None  # None: 16, or all of a grid
-    seed: NonNegativeInt = 0  # of the search; a trial's own is a key of its recipe
+    seed: NonNegativeInt = 0  # the seed of the search; a trial's own is a key of its recipe
     cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
-    gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # of each trial; None: a whole one where there are any
-    hours: Annotated[float, Field(gt=0)] | None = None  # after which what still trains is saved and stopped
+    gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # the share of a GPU for each trial; None: a whole one
+    hours: Annotated[float, Field(gt=0)] | None = None  # what still trains after this time is saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
     # The model in MLflow's registry that gets the best trial as a version, at the end.
     register: ModelName | None = None
@@ -176,7 +176,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
-    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # as `optim.lr.value.log=[1.0e-4, 1.0e-2]`
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # such as `optim.lr.value.log=[1.0e-4, 1.0e-2]`
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
     alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}

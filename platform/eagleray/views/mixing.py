@@ -28,7 +28,7 @@ class Mixing:
         targets = []
         if even:
             with seed_global_generators(int(torch.randint(2**32, ()))):
-                targets.append(self.mix(x[:even], y[:even])[1])  # in place; timm takes pairs only
+                targets.append(self.mix(x[:even], y[:even])[1])  # changes x in place; timm takes pairs only
         if even < len(x):
             targets.append(mixup_target(y[even:], self.classes, 1.0, self.smoothing))
         return x, torch.cat(targets)

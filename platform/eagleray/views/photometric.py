@@ -14,7 +14,7 @@ from eagleray.config.view import APPLIED
 from eagleray.views.colours import colours
 from eagleray.views.sampling import COLUMNS
 
-TAPS = 13  # of the blur, 3 standard deviations of the widest
+TAPS = 13  # the blur's taps reach 3 standard deviations of the widest
 LUMA = (0.2989, 0.587, 0.114)
 FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first", "brightness", "sigma", "erase_top"))
 RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
@@ -205,7 +205,7 @@ def compiled_jitter() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return torch.compile(jitter)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, P)
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes images and their parameters (B, P)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
     "blur": lambda x, p: blur(x, p[:, SIGMA]),

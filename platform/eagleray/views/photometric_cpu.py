@@ -43,7 +43,7 @@ def apply_(crops: Tensor, params: Tensor) -> None:
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
         order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
         names = [name for name in order if row[SWITCHES[name]]]
-        mirrored = bool(names) and names[-1] == "flip"  # by far faster in uint8
+        mirrored = bool(names) and names[-1] == "flip"  # mirroring is far faster in uint8
         if names := names[: len(names) - mirrored]:
             x = cv2.merge(list(planes)).reshape(*planes.shape[1:], -1).astype(np.float32)  # (S, S, 3) in [0, 255]
             for name in names:
@@ -111,7 +111,7 @@ def saturation_(x: Floats, factor: float) -> None:
 def hue_(x: Floats, shift: float) -> None:
     """Rotate the hue of an image by `shift`, a fraction of the full circle, through HSV."""
     cv2.cvtColor(x, cv2.COLOR_RGB2HSV, dst=x)
-    x[..., 0] += 360 * (shift % 1)  # from 0 to 720 degrees
+    x[..., 0] += 360 * (shift % 1)  # the hue is now between 0 and 720 degrees
     cv2.cvtColor(x, cv2.COLOR_HSV2RGB, dst=x)
 
 
@@ -123,5 +123,5 @@ def blur_(x: Floats, sigma: float) -> None:
     cv2.sepFilter2D(x, -1, taps, taps, dst=x, borderType=cv2.BORDER_REFLECT_101)
 
 
-JITTERS = (brightness_, contrast_, saturation_, hue_)  # in the order of COLUMNS
-EVERY = 2  # of them are for any number of channels
+JITTERS = (brightness_, contrast_, saturation_, hue_)  # the order of COLUMNS
+EVERY = 2  # the first two work with any number of channels

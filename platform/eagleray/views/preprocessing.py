@@ -21,10 +21,10 @@ class Preprocessing:
 
     size: PositiveInt  # pixels of the crop
     resize: PositiveInt  # pixels of the short side before the crop
-    mean: tuple[float, ...] = MEAN  # by colour, of pixels in [0, 1]
+    mean: tuple[float, ...] = MEAN  # one for each colour, for pixels in [0, 1]
     std: tuple[PositiveFloat, ...] = STD
-    interpolation: Literal["bicubic"] = "bicubic"  # that of `centre_crop`
-    channels: Channels = ()  # as which image files are decoded; without any: red, green and blue
+    interpolation: Literal["bicubic"] = "bicubic"  # `centre_crop` uses it
+    channels: Channels = ()  # the channels of a decoded image; empty: red, green and blue
 
     @classmethod
     def of(cls, size: int, resize: int, channels: Channels = ()) -> "Preprocessing":

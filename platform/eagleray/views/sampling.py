@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from eagleray.config.view import APPLIED, View
 
-TRIES = 10  # of an area and an aspect ratio, before the centre crop
+TRIES = 10  # draws of an area and an aspect ratio before the centre crop is taken
 ORDERS = np.array(list(itertools.permutations(range(4))), np.float32)
 # Uniforms per view: areas, aspect ratios, then one each of:
 PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GRAY, BLUR, SIGMA, SOLARIZE = range(
@@ -55,7 +55,7 @@ COLUMNS += (
     "quarters",
 )
 COLUMNS += ("cut_top", "cut_left", "cut_side")
-COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # which of APPLIED comes first, second, ...
+COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # the operation of APPLIED that comes first, second, ...
 COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 

@@ -29,7 +29,7 @@ class CvT(Pyramid):
         dims: Sequence[int] = (64, 192, 384),
         depths: Sequence[int] = (1, 2, 10),
         heads: Sequence[int] = (1, 3, 6),
-        kernels: Sequence[int] = (7, 3, 3),  # of the token embedding
+        kernels: Sequence[int] = (7, 3, 3),  # kernel sizes of the token embedding
         strides: Sequence[int] = (4, 2, 2),
         head_dim: int = 64,
         mlp_ratio: int = 4,
