@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,8 +11,9 @@ from helpers.pictures import jpeg, write_tar
 import eagleray
 from eagleray.base.errors import UserError
 from eagleray.data.index_faults import EXAMPLES, REASONS, Faults, faults_of
-from eagleray.data.index_file import NAME, load
+from eagleray.data.index_file import NAME, PASSED, load
 from eagleray.data.quarantine import BadSample
+from eagleray.data.tar_scan import UNREAD
 
 
 def test_images_that_share_a_sample_and_samples_without_one_are_named(tmp_path: Path) -> None:
@@ -27,16 +29,16 @@ def test_images_that_share_a_sample_and_samples_without_one_are_named(tmp_path: 
     ]
     write_tar(tmp_path / "y.tar", [("d.jpg", jpeg(2))])  # rows of x.tar are now copied from the old index
     [folder] = eagleray.index(tmp_path / "y.tar")
-    assert faults_of(f"{tmp_path}/{NAME}").unread == {"x.tar": 9}
+    assert faults_of(f"{tmp_path}/{NAME}").passed == {"x.tar": {UNREAD: 9}}
 
 
-def test_an_index_of_before_says_nothing_of_unread_images(tmp_path: Path) -> None:
+def test_an_index_of_before_says_nothing_of_what_is_passed_over(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", [("a.jpg", jpeg(1)), ("a.small.jpg", jpeg(2))])
     eagleray.index(tmp_path)
     table = pq.read_table(tmp_path / NAME)
     old = {k: v for k, v in pq.read_metadata(tmp_path / NAME).metadata.items() if k in (b"shards",)}
     pq.write_table(table.replace_schema_metadata(old), tmp_path / NAME)
-    assert load(f"{tmp_path}/{NAME}", again=False)["x.tar"].unread == {}
+    assert load(f"{tmp_path}/{NAME}", again=False)["x.tar"].passed == {}
 
 
 def test_many_reasons_and_samples_are_counted_not_listed() -> None:
@@ -48,11 +50,24 @@ def test_many_reasons_and_samples_are_counted_not_listed() -> None:
     assert lines[-1] == "not used  2: 2 other reasons"
 
 
-def test_a_damaged_number_of_unread_images_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [{"x.tar": 9}, {"x.tar": {"image": "9"}}, {"x.tar": {"image": -9}}, [], 9, "x"])
+def test_a_damaged_number_of_members_is_refused(tmp_path: Path, wrong: Any) -> None:
     write_tar(tmp_path / "x.tar", [("a.jpg", jpeg(1))])
     eagleray.index(tmp_path)
     table, meta = pq.read_table(tmp_path / NAME), dict(pq.read_metadata(tmp_path / NAME).metadata)
-    kept = {b"shards": meta[b"shards"], b"unread": json.dumps({"x.tar": "9"}).encode()}
+    kept = {b"shards": meta[b"shards"], PASSED.encode(): json.dumps(wrong).encode()}
     pq.write_table(table.replace_schema_metadata(kept), tmp_path / NAME)
-    with pytest.raises(UserError, match="unread images"):
+    with pytest.raises(UserError, match=r"numbers? of members"):
         load(f"{tmp_path}/{NAME}", again=False)
+
+
+def test_kinds_that_are_not_known_are_not_printed(tmp_path: Path) -> None:
+    """An index of a stranger may say anything."""
+    write_tar(tmp_path / "x.tar", [("a.jpg", jpeg(1))])
+    eagleray.index(tmp_path)
+    table, meta = pq.read_table(tmp_path / NAME), dict(pq.read_metadata(tmp_path / NAME).metadata)
+    kept = {b"shards": meta[b"shards"], PASSED.encode(): json.dumps({"x.tar": {"\x1b[31m": 1, "folder": 2}}).encode()}
+    pq.write_table(table.replace_schema_metadata(kept), tmp_path / NAME)
+    assert list(faults_of(f"{tmp_path}/{NAME}").lines()) == [
+        "not read  2 folders, which are no samples (most in x.tar)"
+    ]

@@ -155,8 +155,9 @@ def test_names_survive_a_table() -> None:
     assert len({to_text(n) for n in ("\udcee\udcbe\udc80", "\uef80", "\udc80")}) == 2  # the first two are equal bytes
 
 
-def test_keys_are_split_as_by_the_former_pattern() -> None:
-    pattern = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)")
+def test_keys_are_split_as_by_the_pattern_of_webdataset_but_for_hidden_files() -> None:
+    """There `photos/._a.jpg`, which macOS writes beside `photos/a.jpg`, is a sample with the key `photos/`."""
+    pattern = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]*)")
 
     def check(name: str) -> None:
         match = pattern.fullmatch(name)

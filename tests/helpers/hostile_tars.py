@@ -89,7 +89,7 @@ CASES = {
         pax((b"path", b"a/" * 20_000 + b"x")) + member(b"x", IMAGE), "damaged after 2 .* a name of 40001 bytes"
     ),
     "a path of 4 kB of slashes": after_two(
-        pax((b"path", b"a/" * 2000 + b".jpg")) + member(b"x", IMAGE), "", "a/" * 2000, "s0002"
+        pax((b"path", b"a/" * 2000 + b"b.jpg")) + member(b"x", IMAGE), "", "a/" * 2000 + "b", "s0002"
     ),
     "a global header with a path": after_two(pax((b"path", b"a.jpg"), kind=b"g"), "a global header with a name"),
     "a global header with a comment": after_two(pax((b"comment", b"0" * 40), kind=b"g"), "", "s0002"),
@@ -112,7 +112,7 @@ CASES = {
         "s0002",
     ),
     "a map of holes that never ends": Case(
-        whole(0, 1) + mend(header(b"a.jpg", 0, b"S")[:482] + b"\1" + bytes(29)) + 3000 * (b"\1" * BLOCK),
+        whole(0, 1) + mend(header(b"a.jpg", 0, b"S")[:482] + b"\1" + bytes(29)) + 3000 * (b"\1" * BLOCK) + END,
         BEFORE,
         r"its \.jpg is stored sparse",
     ),

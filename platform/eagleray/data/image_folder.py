@@ -20,6 +20,7 @@ from eagleray.data.tar_scan import LARGEST, READ, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.shard_names import is_shard
 
 NAME = "."  # of the shard in the index of its folder
 KINDS = 5  # extensions of unread files that are named
@@ -66,7 +67,7 @@ def holds_images(folder: str) -> bool:
     root = store.folder_of(folder)
     if root is None or not root.is_dir():
         return False
-    if any(entry.name.endswith(".tar") for entry in os.scandir(root)):
+    if any(is_shard(entry.name) for entry in os.scandir(root)):
         return False
     return any(_is_image(path) for path in store.files_below(root, hidden=False))
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from eagleray.config.channels import Channels
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
-from eagleray.data.index_faults import unusable
+from eagleray.data.index_faults import lines_of_passed, unusable
 from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load_both, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_scan import scan
@@ -35,7 +36,8 @@ THREADS = 8  # shards that are read at a time
 
 def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
     """Read a whole tar, and return the rows of its samples with it."""
-    return blob, index_file.table_of(scan(blob))
+    passed = Counter[str]()
+    return blob, index_file.table_of(scan(blob, passed), passed)
 
 
 def scan_here(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, pa.Table]]:
@@ -246,6 +248,7 @@ class Listing:
     tars: list[str]  # URLs
     folders: list[str]
     blobs: list[Blob]  # of the tars
+    unread: dict[str, str]  # by folder: what is said of tars that are no shards
 
     def sources_of(self) -> dict[str, Source]:
         """Return the source of each shard, by its URL.
@@ -279,26 +282,23 @@ def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
     given = [urls] if isinstance(urls, str) else urls
     sources = [Source(url=u) if isinstance(u, str) else u for u in given]
     tars, folders = _split([s.url for s in sources])
-    blobs = store.list_shards(tars, patience=patience) if tars or not folders else []
-    return Listing(sources, tars, folders, blobs)
+    unread = dict[str, str]()
+    blobs = store.list_shards(tars, patience=patience, unread=unread) if tars or not folders else []
+    return Listing(sources, tars, folders, blobs, unread)
 
 
 ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
-    listed: Listing,
-    spare: Spare,
-    *,
-    note: Note,
-    again: bool = False,
-    tick: Tick | None = None,
-    scan_all: ScanAll,
+    listed: Listing, spare: Spare, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
 ) -> Iterator[ShardFiles]:
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
     for folder in listed.folders:
         yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
+    for folder, tars in listed.unread.items():
+        note(f"{folder}: not read: {tars}")
     globs = [p for url in listed.tars for p in store.patterns(url) if p.is_glob]  # shards that are named are there
     by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
@@ -324,6 +324,9 @@ def _folders(
             rows = itertools.chain(kept, same, scanned)
             index_file.save(rows, [u for u in (beside, aside) if u])
             known = load_both(beside, aside, again)
+        if new and not again:  # `eagleray index` says more
+            for line in lines_of_passed({name(b): known[name(b)].passed.get(name(b), Counter()) for b in new}):
+                note(line)
         yield [(b, known[name(b)]) for b in mine]
 
 

@@ -1,12 +1,16 @@
-"""Lists what an index leaves out: samples that cannot be used, with their reasons, and images that share a sample."""
+"""Lists what an index leaves out: samples that cannot be used, with their reasons, images that share a sample, and what
+else is in the shards."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from eagleray.data import image_folder
 from eagleray.data.file_names import readable
 from eagleray.data.index_file import File, load, name
 from eagleray.data.quarantine import BadSample
+from eagleray.data.tar_headers import ARCHIVE
+from eagleray.data.tar_scan import UNREAD, counted
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
@@ -18,10 +22,10 @@ class Faults(NamedTuple):
     """The samples and files that the index of a folder leaves out."""
 
     samples: list[BadSample]
-    unread: dict[str, int]  # by shard: images that are not read, as an earlier one of their sample is
+    passed: dict[str, Counter[str]]  # by shard: what is passed over, by kind
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for every reason, the most frequent first, and one for images that are not read."""
+        """Yield a line for every reason, the most frequent first, and those of `lines_of_passed`."""
         by_reason: dict[str, list[BadSample]] = {}
         for sample in self.samples:
             by_reason.setdefault(sample.reason, []).append(sample)
@@ -31,23 +35,38 @@ class Faults(NamedTuple):
             yield f"not used  {len(samples):,}: {reason} ({', '.join(names + ['...'] * (len(samples) > EXAMPLES))})"
         if rest := reasons[REASONS:]:
             yield f"not used  {sum(len(samples) for _, samples in rest):,}: {len(rest):,} other reasons"
-        if self.unread:
-            worst = max(self.unread, key=lambda name: self.unread[name])
-            yield (
-                f"not read  {sum(self.unread.values()):,} images, as another of their sample is (most in {worst});"
-                " a sample is all files whose names are equal up to the first dot"
-            )
+        yield from lines_of_passed(self.passed)
+
+
+def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
+    """Yield a line for the images of some shards that are not read, one for the members that are no part of a sample,
+    and one for the archives behind the end of another one."""
+    total = sum(passed.values(), Counter[str]())
+
+    def most(*kinds: str) -> str:
+        return max(passed, key=lambda shard: sum(passed[shard][kind] for kind in kinds))
+
+    if count := total.pop(UNREAD, 0):
+        yield (
+            f"not read  {count:,} images, as another of their sample is (most in {most(UNREAD)});"
+            " a sample is all files whose names are equal up to the first dot"
+        )
+    joined = total.pop(ARCHIVE, 0)
+    if total:
+        yield f"not read  {counted(total)}, which are no samples (most in {most(*total)})"
+    if joined:
+        yield f"joined    {joined:,} archives behind the end of another one, read as well (most in {most(ARCHIVE)})"
 
 
 def faults(files: Iterable[tuple[Blob, File]]) -> Faults:
     """Return what the index files of some shards leave out. Raises UserError when one is damaged."""
-    samples, unread = list[BadSample](), {}
+    samples, passed = list[BadSample](), {}
     for blob, file in files:
         if file.shards[file.groups[name(blob)]].bad:
             samples += unusable(blob, file)
-        if count := file.unread.get(name(blob)):
-            unread[name(blob)] = count
-    return Faults(samples, unread)
+        if counts := file.passed.get(name(blob)):
+            passed[name(blob)] = counts
+    return Faults(samples, passed)
 
 
 def faults_of(url: str) -> Faults:

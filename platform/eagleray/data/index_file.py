@@ -8,6 +8,7 @@ import hashlib
 import json
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,13 +25,13 @@ from eagleray.base.files import cache_folder, file_lock, write_atomic
 from eagleray.data.file_names import readable, to_text
 from eagleray.data.index_schema import BLOCK, SCHEMA, Shard, check_rows, check_shards, largest_rows
 from eagleray.data.parquet_pages import largest_page
-from eagleray.data.tar_scan import Row
+from eagleray.data.tar_scan import PASSED_OVER, UNREAD, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
 
 NAME = "index.parquet"
-UNREAD = "unread"  # a key of metadata: the number of images that are not read, of a table or by shard
+PASSED = "passed"  # a key of metadata: how many members are passed over, by kind, of a table or by shard
 LARGEST_PAGE = 2**24  # bytes in memory; a writer begins a new page after 2^20
 MOST_AT_ONCE = 2**28  # bytes of rows that are read together, however the texts are stored
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
@@ -41,22 +42,22 @@ Spare = Path | str | None  # a folder or a URL for indexes beside whose shards n
 ASIDE = "index-"  # the beginning of their names
 
 
-def table_of(rows: Iterable[Row]) -> pa.Table:
-    """Return rows as a table with the columns of SCHEMA, and with the number of unread images in its metadata."""
-    unread = 0
+def table_of(rows: Iterable[Row], passed: Counter[str] | None = None) -> pa.Table:
+    """Return rows as a table with the columns of SCHEMA, and in its metadata what is passed over: unread images, and
+    what is counted in `passed` when all rows are there."""
+    passed = Counter() if passed is None else passed
 
     def values(row: Row) -> tuple[Any, ...]:
-        nonlocal unread
-        unread += row.unread
+        passed[UNREAD] += row.unread
         return to_text(row.key), row.offset, row.size, row.label, row.crc, row.reason and readable(row.reason)
 
     columns = list(zip(*map(values, rows), strict=True)) or [()] * len(SCHEMA)
     table = pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
-    return _with_unread(table, unread)
+    return _with_passed(table, +passed)
 
 
-def _with_unread(table: pa.Table, count: int) -> pa.Table:
-    return table.replace_schema_metadata({UNREAD: str(count)} if count else None)
+def _with_passed(table: pa.Table, passed: Counter[str]) -> pa.Table:
+    return table.replace_schema_metadata({PASSED: json.dumps(passed)} if passed else None)
 
 
 class File:
@@ -71,7 +72,7 @@ class File:
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
-            self.unread = _counts(self._file.metadata.metadata)
+            self.passed = _counts(self._file.metadata.metadata)
         except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as e:
             raise ValueError(" ".join(str(e).split())[:300]) from None
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
@@ -84,7 +85,7 @@ class File:
         try:
             with self._lock:
                 rows = self._read(group, columns)
-            table = _with_unread(rows, self.unread.get(self.shards[group].name, 0))
+            table = _with_passed(rows, self.passed.get(self.shards[group].name, Counter()))
             check_rows(table, self.shards[group])
         except (pa.ArrowException, ValueError, OSError) as e:
             raise self.damaged(f"{self.shards[group].name}: {' '.join(str(e).split())[:300]}") from None
@@ -116,12 +117,14 @@ class File:
         return UserError(f"{self.url}: is damaged ({what}); delete it, or run `eagleray index {folder}`")
 
 
-def _counts(metadata: dict[bytes, bytes]) -> dict[str, int]:
-    """Return how many images of each shard are not read. Raises ValueError."""
-    counts = json.loads(metadata.get(UNREAD.encode(), b"{}"))
-    if not isinstance(counts, dict) or {type(n) for n in counts.values()} - {int}:
-        raise ValueError("numbers of unread images of another type")
-    return counts
+def _counts(metadata: dict[bytes, bytes]) -> dict[str, Counter[str]]:
+    """Return what is passed over in each shard. Raises ValueError."""
+    counts = json.loads(metadata.get(PASSED.encode(), b"{}"))
+    if not isinstance(counts, dict) or {type(passed) for passed in counts.values()} - {dict}:
+        raise ValueError("numbers of members of no shard")
+    if any(type(n) is not int or not 0 < n < 2**63 for passed in counts.values() for n in passed.values()):
+        raise ValueError("no number of members")
+    return {name: Counter({k: n for k, n in passed.items() if k in PASSED_OVER}) for name, passed in counts.items()}
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
@@ -223,12 +226,12 @@ def save(shards: Tables, urls: Sequence[str]) -> str:
 
 def write(shards: Tables, path: Path) -> None:
     """Write an index with a row group for each shard, in the order of their URLs."""
-    entries, unread = [], {}
+    entries, passed = [], {}
     options: Any = {"compression": "zstd", "write_statistics": False, "use_dictionary": ["label", "reason"]}
     with pq.ParquetWriter(path, SCHEMA, column_encoding=PACKED, **options) as writer:
         for blob, table in sorted(shards, key=lambda s: s[0].url):
-            if count := int((table.schema.metadata or {}).get(UNREAD.encode(), 0)):
-                unread[name(blob)] = count
+            if count := (table.schema.metadata or {}).get(PASSED.encode()):
+                passed[name(blob)] = json.loads(count)
                 table = table.replace_schema_metadata(None)
             good = pc.is_null(table["reason"])
             usable, bad = table.filter(good), table.filter(pc.invert(good))
@@ -245,4 +248,4 @@ def write(shards: Tables, path: Path) -> None:
                 )
             )
             writer.write_table(pa.concat_tables([usable, bad]).combine_chunks(), row_group_size=max(len(table), 1))
-        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries]), UNREAD: json.dumps(unread)})
+        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries]), PASSED: json.dumps(passed)})

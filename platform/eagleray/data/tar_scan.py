@@ -4,13 +4,24 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple, cast
 
 from eagleray.data.checksum import crc32
 from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
-from eagleray.data.tar_headers import DamagedTar, members
+from eagleray.data.tar_headers import (
+    ARCHIVE,
+    BLOCK,
+    FOLDER,
+    HARD_LINK,
+    SPECIAL,
+    SYMBOLIC_LINK,
+    DamagedTar,
+    Zeros,
+    compression,
+    members,
+)
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
@@ -18,6 +29,11 @@ READ = 4 * 2**20  # bytes per request
 LARGEST = 2**29  # bytes of an image; the pixels of the largest image that is decoded take as much
 LABEL = 64  # bytes of a label that are read
 MEMBERS = 1000  # most of one sample
+FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # how images begin that end in a known way
+TAIL = 2**16  # bytes at the end of a file in which its last byte is sought that is not zero
+HIDDEN, EXTENSIONLESS = "hidden file", "extensionless file"
+UNREAD = "image"  # that is not read, as an earlier one of its sample is
+PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, ARCHIVE)  # what is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +52,55 @@ class Row:
 def key_and_extension(name: str) -> tuple[str, str] | None:
     """Split the name of a member as webdataset does, in linear time; None for a name without a key or an extension.
 
-    The key ends at the first dot of the file name. In `folder/.name.jpg`, which has nothing before that dot, it is
-    `folder/`, unless the folder's name has a dot.
+    The key ends at the first dot of the file name. A name that begins with a dot has none: macOS writes a file `._name`
+    beside each file.
     """
     folder, slash, base = name.rpartition("/")
-    stem, dot, extension = base.partition(".")
-    last = folder.rstrip("/").rpartition("/")[2]
-    if not dot or not (stem or (last and "." not in last)):
-        return None
-    return folder + slash + stem, extension.lower()
+    stem, _, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and len(stem) < len(base) else None
 
 
-def scan(blob: Blob) -> Iterator[Row]:
-    """Yield the samples of one tar, grouped by key as webdataset does. A broken sample's `reason` says what is
-    wrong."""
+def scan(blob: Blob, passed: Counter[str] | None = None) -> Iterator[Row]:
+    """Yield the samples of one tar, grouped by key as webdataset does. A broken sample's `reason` says what is wrong.
+
+    The members that are no part of a sample are counted in `passed`, by kind."""
     source = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
+    passed = Counter() if passed is None else passed
     samples, damage = 0, list[DamagedTar]()
-    for key, group in itertools.groupby(_files(source, blob, damage), key=lambda m: m[0]):
+    for (_, key), group in itertools.groupby(_files(source, blob, damage, passed), key=lambda m: m[0]):
         samples += 1
-        yield _row(key, [m for _, m in itertools.islice(group, MEMBERS + 1)], blob)
+        row = _row(key, [m for _, m in itertools.islice(group, MEMBERS + 1)], blob)
+        yield _checked(row, source, damage[0]) if damage and not row.reason else row
     if damage and damage[0].offset:
-        yield Row(
-            offset=damage[0].offset, reason=f"the shard is cut off or damaged after {samples} samples: {damage[0]}"
-        )
+        yield Row(offset=damage[0].offset, reason=_said(damage[0], samples, blob.size))
     elif damage:
-        yield Row(reason=f"not a tar archive: {damage[0]}")
+        source.seek(0)
+        kind = compression(source.read(16))
+        yield Row(reason=f"not a tar archive: {f'compressed with {kind}; unpack it' if kind else damage[0]}")
     elif samples == 0:
-        yield Row(reason="the shard holds no samples" if blob.size else "the file is empty")
+        only = counted(passed)
+        yield Row(reason=f"the shard holds no samples{only and f', only {only}'}" if blob.size else "the file is empty")
+
+
+def counted(passed: Mapping[str, int]) -> str:
+    """Say how many members of each kind are no part of a sample, the most frequent first."""
+    kinds = sorted((-n, kind) for kind, n in passed.items() if kind not in (UNREAD, ARCHIVE))
+    return ", ".join(f"{-n:,} {kind}{'s' * (n != -1)}" for n, kind in kinds)
+
+
+def _said(damage: DamagedTar, samples: int, size: int) -> str:
+    """Say what is lost of a shard."""
+    rest = f"; {size - damage.offset:,} of {size:,} bytes are not read" if damage.offset < size else ""
+    return f"the shard is cut off or damaged after {samples} samples: {damage}{rest}"
+
+
+def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
+    """Return the row of the last sample before some damage; zeros may have taken the end of its image."""
+    end = row.offset + row.size
+    if not isinstance(damage, Zeros) or -(-end // BLOCK) * BLOCK != damage.offset:
+        return row
+    source.seek(end - 1)
+    return replace(row, reason="its last bytes are zeros, as what follows them") if source.read(1) == b"\0" else row
 
 
 class _Member(NamedTuple):
@@ -75,36 +113,59 @@ class _Member(NamedTuple):
     label: bytes
 
 
-def _files(source: BinaryIO, blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Member]]:
-    """Yield the key and the member of every file, up to the first whose bytes are cut off.
+def _files(
+    source: BinaryIO, blob: Blob, damage: list[DamagedTar], passed: Counter[str]
+) -> Iterator[tuple[tuple[int, str], _Member]]:
+    """Yield every file after the number of its archive and its key, up to the first whose bytes are cut off.
 
     Damage is put into a list, as an error would lose the sample before it.
     """
+    doubtful = 0, 0  # where a file ends that zeros may have overwritten, and what was passed over before
     try:
-        for name, offset, size, sparse in members(source, blob.size):
+        for name, offset, size, sparse in members(source, blob.size, passed):
+            doubtful = 0, 0
             if not (parts := key_and_extension(name)):
+                passed[HIDDEN if name.rpartition("/")[2].startswith(".") else EXTENSIONLESS] += 1
                 continue
             key, extension = parts
-            last, whole, crc, label = extension.rpartition(".")[2], offset + size <= blob.size, None, b""
+            last, whole, crc, label, lacks_end = (
+                extension.rpartition(".")[2],
+                offset + size <= blob.size,
+                None,
+                b"",
+                False,
+            )
             if whole and last in image_extensions() and size <= LARGEST:
-                crc = _checksum(source, offset, size)
+                crc, lacks_end = _checksum(source, offset, size)
             elif whole and last == "cls":
                 source.seek(offset)
                 label = source.read(min(LABEL, size))
-            yield key, _Member(extension, last, offset, size, sparse, crc, label)
+                lacks_end = label.endswith(b"\0")
+            if lacks_end:
+                doubtful = -(-(offset + size) // BLOCK) * BLOCK, passed.total()
+            yield (passed[ARCHIVE], key), _Member(extension, last, offset, size, sparse, crc, label)
             if not whole:
                 return
+        if doubtful[0] and doubtful[1] == passed.total():
+            damage.append(Zeros("the zeros at its end begin inside of its last file"))
+            damage[0].offset = doubtful[0]
     except DamagedTar as e:
         damage.append(e)
 
 
-def _checksum(source: BinaryIO, offset: int, size: int) -> int:
-    """Return the CRC-32 of some bytes, of which only a part is in memory at a time."""
+def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bool]:
+    """Return the CRC-32 of an image, of which only a part is in memory at a time, and whether it ends in zeros, but an
+    image that begins like it does not."""
     source.seek(offset)
-    crc = crc32(source.read(min(READ, size)))
+    data = source.read(min(READ, size))
+    crc, head = crc32(data), data[:4]
     for at in range(READ, size, READ):
-        crc = crc32(source.read(min(READ, size - at)), crc)
-    return crc
+        data = source.read(min(READ, size - at))
+        crc = crc32(data, crc)
+    if not data.endswith(b"\0"):
+        return crc, False
+    end = next((end for start, end in FORMS.items() if head.startswith(start)), None)
+    return crc, not data[-TAIL:].rstrip(b"\0").endswith(end) if end else not any(head)
 
 
 def _row(key: str, members: list[_Member], blob: Blob) -> Row:
@@ -118,12 +179,13 @@ def _row(key: str, members: list[_Member], blob: Blob) -> Row:
                 label = int(text)
             else:
                 reason = f"its label is not a whole number from 0 on: {repr(text)[:100]}"
+    cut = next((m for m in members if m.offset + m.size > blob.size), None)
+    lost = cut and f"cut off: {cut.size} bytes from {cut.offset}, the shard ends at {blob.size}"
     if image is None:
         heic = NO_HEIC if any(m.last in HEIC_EXTENSIONS for m in members) else ""
-        return Row(key, reason=heic or ("no image: only " + ", ".join(m.extension for m in members))[:200])
-    cut = next((m for m in members if m.offset + m.size > blob.size), None)
-    if cut:
-        reason = f"cut off: {cut.size} bytes from {cut.offset}, the shard ends at {blob.size}"
+        return Row(key, reason=lost or heic or ("no image: only " + ", ".join(m.extension for m in members))[:200])
+    if lost:
+        reason = lost
     elif image.size == 0 and not image.sparse:
         reason = "the image has no bytes"
     elif image.size > LARGEST:

@@ -15,6 +15,7 @@ from eagleray.data.index_faults import faults
 from eagleray.data.pixels import BadImage, read_pixels
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
+from eagleray.storage.shard_names import is_shard
 
 NAME = "dataset.json"
 SAMPLE = 1000  # images that are decoded where there is no card
@@ -147,7 +148,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     index = open_index(url, spare)
     order = np.random.default_rng(0).permutation(len(index))
     folder = store.absolute(url)
-    card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or folder.endswith(".tar") else find(folder)
+    card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or is_shard(folder, ".") else find(folder)
     if card and (card.get("options") or {}).get("--channels"):
         return card, []
     if card:

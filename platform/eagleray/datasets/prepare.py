@@ -37,6 +37,7 @@ from eagleray.datasets.sources.source import Read, SourceFiles
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.shard_names import is_shard
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -250,7 +251,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _check_empty(destination: str) -> None:
-    if any(b.url.endswith(".tar") for b in files.list_folder(destination + "/")):
+    if any(is_shard(b.url) for b in files.list_folder(destination + "/")):
         raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
 
 
@@ -260,7 +261,7 @@ def _check_shards(destination: str, shards: int) -> None:
     known = index_file.load(f"{destination}/{INDEX}", again=False)
     sizes = {name: file.shards[file.groups[name]].size for name, file in known.items()}
     wrong = [name for name in sizes if there.get(name) != sizes[name]]
-    tars = sum(name.endswith(".tar") for name in there)
+    tars = sum(map(is_shard, there))
     if wrong or tars < shards:
         what = f"{shards - tars} of {shards} shards are missing"
         what = f"{wrong[0]} {'has another size' if wrong[0] in there else 'is missing'}" if wrong else what

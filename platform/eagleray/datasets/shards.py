@@ -11,6 +11,7 @@ from PIL import Image
 from eagleray.base.errors import UserError
 from eagleray.data.index import write_index
 from eagleray.storage import store
+from eagleray.storage.shard_names import is_shard
 
 SIZE = 128 * 2**20  # bytes of images per shard
 
@@ -52,7 +53,7 @@ def encode(picture: Image.Image) -> bytes:
 
 def _check_empty(destination: str) -> None:
     try:
-        if any(b.url.endswith(".tar") for b in store.store(destination).list(destination + "/")):
+        if any(is_shard(b.url) for b in store.store(destination).list(destination + "/")):
             raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
     except UserError:
         if store.may_exist(destination):

@@ -4,6 +4,7 @@ The JSON may come from a stranger: what is too large, no JSON, or of another typ
 says why.
 """
 
+import contextlib
 import io
 import itertools
 import json
@@ -22,7 +23,7 @@ from eagleray.data.columns import OWN
 from eagleray.data.image_folder import is_folder_blob
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable
-from eagleray.data.tar_headers import BLOCK, DamagedTar, members
+from eagleray.data.tar_headers import BLOCK, DamagedTar, Member, members
 from eagleray.data.tar_scan import READ, key_and_extension
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
@@ -129,20 +130,25 @@ def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tup
     size = blob.size - start
     file = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, start, size)), READ))
     last = max(places.values())
-    named = ((key_and_extension(member.name), member) for member in members(file, size))
-    try:
-        for _, group in itertools.groupby(((n, m) for n, m in named if n), key=lambda each: each[0][0]):
-            sample, document = None, None
-            for (_, extension), member in group:
-                sample = places.get(start + member.offset, sample)
-                if extension == "json":
-                    document = _read(file, member.offset, member.size, member.sparse)
-            if sample is not None and document is not None:
-                yield sample, document
-            if sample == last:
-                return
-    except DamagedTar:  # the index has said so; the samples behind it are not in it
-        return
+    for _, group in itertools.groupby(_files(file, size, -start), key=lambda each: each[0][0]):
+        sample, document = None, None
+        for (_, extension), member in group:
+            sample = places.get(start + member.offset, sample)
+            if extension == "json":
+                document = _read(file, member.offset, member.size, member.sparse)
+        if sample is not None and document is not None:
+            yield sample, document
+        if sample == last:
+            return
+
+
+def _files(file: BinaryIO, size: int, base: int) -> Iterator[tuple[tuple[str, str], Member]]:
+    """Yield the files of a shard that belong to samples, with their keys and extensions, up to the first damage. The
+    index has said so, and the samples behind it are not in it."""
+    with contextlib.suppress(DamagedTar):
+        for member in members(file, size, base=base):
+            if names := key_and_extension(member.name):
+                yield names, member
 
 
 def _read(file: BinaryIO, offset: int, size: int, sparse: bool) -> dict[str, Any] | str:

@@ -15,6 +15,7 @@ from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.logistic import probe
 from eagleray.protocols.outcome import Outcome
 from eagleray.storage import store
+from eagleray.storage.shard_names import is_shard
 
 
 class Row(NamedTuple):
@@ -124,7 +125,7 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
     Raises UserError when the shards of a split that is needed are missing."""
     known = list(DATASETS[name].splits)
     whole, test = known[:2]
-    available = {s for s in known if any(b.url.endswith(".tar") for b in files.list_folder(f"{folder}/{s}/"))}
+    available = {s for s in known if any(is_shard(b.url) for b in files.list_folder(f"{folder}/{s}/"))}
     if test not in available:
         raise UserError(f"{folder}/{test}: no shards in this folder")
     if {"train", "val"} <= available:

@@ -27,6 +27,7 @@ from eagleray.storage.https import NO_LISTING, HttpsStore, read_only
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 from eagleray.storage.s3 import S3Store
+from eagleray.storage.shard_names import is_shard, no_shards, unread_tars
 
 T = TypeVar("T")
 Inode = tuple[int, int]  # of a file: its device and its number there
@@ -330,7 +331,7 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern selects a tar file of this name in its folder."""
-        return name.endswith(".tar") and (
+        return is_shard(name, self.name) and (
             name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
         )
 
@@ -341,14 +342,17 @@ def patterns(url: str) -> Iterator[Pattern]:
         folder, _, name = one.rpartition("/")
         if any(c in folder for c in "*?["):
             raise UserError(f"{url}: wildcards are allowed in the file name only")
-        whole = not name.endswith(".tar") and not any(c in name for c in "*?[")
+        whole = not name.lower().endswith(".tar") and not any(c in name for c in "*?[")
         yield Pattern(url, one.rstrip("/") if whole else folder, "" if whole else name)
 
 
-def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
+def list_shards(
+    urls: str | Sequence[str], *, patience: float = PATIENCE, unread: dict[str, str] | None = None
+) -> list[Blob]:
     """Return the tar files that folders, globs and brace patterns select, each once, in the order of their URLs.
 
-    A folder is listed once, however many patterns select files in it.
+    A folder is listed once, however many patterns select files in it. `unread` is filled with what is said of tars in
+    whole folders that are no shards, by folder.
 
     Raises UserError when a pattern matches no tar file, or a named file does not exist.
     """
@@ -360,10 +364,12 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
         for p in mine:
             names = [n for n in files if p.matches(n)] if p.is_glob else [p.name][: p.name in files]
             if not names:
-                what = "no .tar shards there" if p.is_glob else f"no shard {p.folder}/{p.name}"
+                what = no_shards(files) if p.is_glob else f"no shard {p.folder}/{p.name}"
                 hint = "; `eagleray prepare` makes them from images" if p.is_glob and not is_remote(folder) else ""
                 raise UserError(f"{p.url}: {what}{hint}")
             shards |= {files[n].url: files[n] for n in names}
+        if unread is not None and not all(p.name for p in mine) and (said := unread_tars(files)):
+            unread[folder] = said
     if not shards:
         raise UserError("no shards are given")
     return [shards[url] for url in sorted(shards)]
