@@ -149,6 +149,9 @@ def test_a_damaged_tar_keeps_what_is_before_the_damage(tmp_path: Path) -> None:
     table = measured(tmp_path / "x", "json.nsfw")
     assert table["key"] == [f"k{i:02d}" for i in range(6)]
     assert table["nsfw"] == [0.5] * 5 + [None]
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "00000.tar").write_bytes(data[: data.index(b"k05.jpg")])  # the last member is whole
+    assert measured(tmp_path / "cut", "json.nsfw")["nsfw"] == [0.5] * 5
 
 
 @pytest.mark.parametrize(
