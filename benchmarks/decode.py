@@ -32,7 +32,7 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data.decode import jpeg_size
+from eagleray.data.costs import jpeg_size
 from eagleray.data.decode_crops import decode_crops, factor, reduced
 from eagleray.views import sampling
 from eagleray.views.crop import crop

@@ -12,8 +12,10 @@ from helpers.pictures import encode, picture
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from eagleray.data import costs
 from eagleray.data import decode as decoding
-from eagleray.data.decode import BadImage, decode, jpeg_size
+from eagleray.data.costs import jpeg_size
+from eagleray.data.decode import BadImage, decode
 
 HEIGHT, WIDTH = 40, 56
 ORIENTATION = 0x112  # the EXIF tag
@@ -90,24 +92,79 @@ def test_gray_becomes_three_equal_channels(kind: str) -> None:
     assert (got == got[..., :1]).all()
 
 
-def test_an_alpha_channel_is_left_out() -> None:
+def before(image: Image.Image, ground: int) -> NDArray[np.uint8]:
+    """An image before a grey ground, by the definition of alpha."""
+    rgba = np.asarray(image.convert("RGBA")).astype(float)
+    alpha = rgba[..., 3:] / 255
+    return np.rint(rgba[..., :3] * alpha + ground * (1 - alpha)).astype(np.uint8)
+
+
+def test_what_is_transparent_shows_white() -> None:
     image = picture(1, HEIGHT, WIDTH)
     alpha = Image.fromarray(np.arange(HEIGHT * WIDTH, dtype=np.uint8).reshape(HEIGHT, WIDTH))
     rgba, la = Image.fromarray(image), gray()
     rgba.putalpha(alpha)
     la.putalpha(alpha)
     assert (rgba.mode, la.mode) == ("RGBA", "LA")
+    assert distance(pixels(encode(rgba, "PNG")), before(rgba, 255)) <= 1
+    assert distance(pixels(encode(la, "PNG")), before(la, 255)) <= 1
+    rgba.putalpha(255)
     assert distance(pixels(encode(rgba, "PNG")), image) == 0
-    assert distance(pixels(encode(la, "PNG")), np.stack([gray()] * 3, 2)) == 0
 
 
 @pytest.mark.parametrize("transparency", [0, b"\x00\x80\xff" * 5])
-def test_a_palette_gives_its_colours_whatever_is_transparent(transparency: Any, recwarn: Any) -> None:
+def test_what_is_transparent_in_a_palette_shows_white(transparency: Any, recwarn: Any) -> None:
     palette = Image.fromarray(picture(1, HEIGHT, WIDTH)).quantize(32)
     data = encode(palette, "PNG", transparency=transparency)
     assert Image.open(io.BytesIO(data)).mode == "P"
-    assert distance(pixels(data), np.asarray(palette.convert("RGB"))) == 0
+    assert distance(pixels(data), before(Image.open(io.BytesIO(data)), 255)) <= 1
+    assert distance(pixels(encode(palette, "PNG")), np.asarray(palette.convert("RGB"))) == 0
     assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
+
+
+LETTERS = np.zeros((HEIGHT, WIDTH), np.uint8)
+LETTERS[10:20, 10:40] = 255
+
+
+def letters(grey: int, kind: str, mode: str = "RGBA") -> bytes:
+    """Letters of this grey on nothing, where the hidden colour is the same."""
+    image = Image.fromarray(np.full((HEIGHT, WIDTH), grey, np.uint8)).convert("RGB")
+    image.putalpha(Image.fromarray(LETTERS))
+    return encode(image.convert(mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("PNG", "RGBA"), ("PNG", "LA"), ("WEBP", "RGBA"), ("TIFF", "RGBA"), ("AVIF", "RGBA")]
+)
+@pytest.mark.parametrize("grey", [0, 255])
+def test_letters_on_nothing_are_seen(kind: str, mode: str, grey: int) -> None:
+    """Black ones on white, and white ones on black, which a viewer would show before white too: as nothing."""
+    got = pixels(letters(grey, kind, mode))
+    assert distance(got, np.repeat(np.where(LETTERS == 255, grey, 255 - grey)[..., None], 3, 2)) <= (
+        8 if kind == "AVIF" else 0
+    )
+
+
+@pytest.mark.parametrize("transparency", [{"transparency": 0}, {"transparency": b"\x00\xff"}])
+def test_letters_on_nothing_in_a_palette_are_seen(transparency: dict[str, Any]) -> None:
+    image = Image.fromarray(LETTERS // 255).convert("P")
+    image.putpalette([0, 0, 0] * 2)
+    kind = "GIF" if transparency["transparency"] == 0 else "PNG"
+    got = pixels(encode(image, kind, **transparency))
+    assert distance(got, np.repeat(255 - LETTERS[..., None], 3, 2)) == 0
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_colours_that_are_all_hidden_are_taken_and_one_colour_is_nothing(kind: str) -> None:
+    """As programs leave the fourth channel at zero that know no alpha."""
+    image = Image.fromarray(picture(1, HEIGHT, WIDTH))
+    image.putalpha(0)
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    assert distance(pixels(encode(image, kind, **options)), picture(1, HEIGHT, WIDTH)) == 0
+    assert reason(encode(Image.new("RGBA", (9, 9), (3, 4, 5, 0)), kind)) == (
+        "nothing is seen in it: it is transparent and of one colour"
+    )
+    assert pixels(encode(Image.new("RGBA", (9, 9), (3, 4, 5, 255)), kind)).max() in (5, 6)
 
 
 def test_one_bit_becomes_black_and_white() -> None:
@@ -228,14 +285,14 @@ def large(data: bytes, height: int, width: int) -> bytes:
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
-    assert reason(large(encode(picture(1)), 30_000, 30_000)) == f"30000 x 30000 pixels, more than {decoding.MAX_PIXELS}"
+    assert reason(large(encode(picture(1)), 30_000, 30_000)) == f"30000 x 30000 pixels, more than {costs.MAX_PIXELS}"
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_the_limit_on_pixels_is_the_same_for_every_format(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 2 * (Image.MAX_IMAGE_PIXELS or 0) == decoding.MAX_PIXELS
+    assert 2 * (Image.MAX_IMAGE_PIXELS or 0) == costs.MAX_PIXELS
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
-    monkeypatch.setattr(decoding, "MAX_PIXELS", 100)
+    monkeypatch.setattr(costs, "MAX_PIXELS", 100)
     assert decode(encode(picture(1, 10, 10), kind)).shape == (3, 10, 10)
     assert "pixels" in reason(encode(picture(1, 10, 11), kind))
 

@@ -122,6 +122,7 @@ def test_heic_in_a_tar_is_indexed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_sixteen_bits_of_another_library_keep_their_upper_eight(kind: str, channels: int) -> None:
     deep = np.random.default_rng(0).integers(0, 65536, (12, 16, channels)).astype(np.uint16)
+    deep[..., 3:] = 65535
     got = decoded(cv2.imencode(kind, deep.squeeze())[1].tobytes())
     rgb = np.repeat(deep, 3, 2) if channels == 1 else deep[..., 2::-1]  # OpenCV's order is blue, green, red
     assert np.abs(got.astype(int) - rgb // 257).max() <= 1

@@ -19,7 +19,8 @@ from PIL import Image
 from torchvision.io import decode_jpeg
 
 from eagleray.data import pixels
-from eagleray.data.decode import MAX_PIXELS, BadImage, decode, jpeg_size
+from eagleray.data.costs import MAX_PIXELS, jpeg_size
+from eagleray.data.decode import BadImage, decode
 from eagleray.data.pixels import open_upright
 from eagleray.views.crop import centre_crop
 

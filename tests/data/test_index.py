@@ -27,7 +27,7 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.index_file import NAME, blocks
 from eagleray.data.quarantine import BadSample
-from eagleray.data.tar_scan import Row, scan
+from eagleray.data.tar_scan import UNLABELLED, Row, scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import LocalStore
@@ -112,7 +112,7 @@ def test_keys_are_written_out(tmp_path: Path) -> None:
     assert index.labelled
     assert not opened(write_tar(tmp_path / "other" / "y.tar", [("a.jpg", jpeg(1))])).labelled
     assert index.bad_sample(2, "why") == BadSample(
-        str(tmp_path / "x.tar"), "dir a/sub/UPPER", int(index.offset[2]), "why"
+        str(tmp_path / "x.tar"), "dir a/sub/UPPER", int(index.offset[2]), "why (its .jpg)"
     )
 
 
@@ -246,7 +246,10 @@ def test_write_index_tells_what_it_found_and_how_far_it_is(tmp_path: Path) -> No
     (tmp_path / "b" / "y.tar").touch()
     ticks: list[tuple[int, int]] = []
     written = write_index([str(tmp_path / "b"), str(tmp_path / "a")], tick=lambda *t: ticks.append(t))
-    assert written == [(f"{tmp_path}/a/{NAME}", 10, 0), (f"{tmp_path}/b/{NAME}", 1, 2)]
+    assert written == [
+        (f"{tmp_path}/a/{NAME}", 10, 0),
+        (f"{tmp_path}/b/{NAME}", 1, 1),
+    ]  # a label alone is nothing broken
     assert ticks == [(1, 3), (2, 3), (3, 3), (1, 2), (2, 2)]
 
 
@@ -364,7 +367,10 @@ def test_a_corrupt_shard_gives_exactly_its_bad_samples(broken: Path) -> None:
     found = rows(broken / "bad-000000.tar")
     assert [(r.key, r.reason) for r in found if r.reason] == corrupt.INDEXED
     good = [r for r in found if not r.reason]
-    labels = {"odd_label_blanks": 7, "miss_label": -1, "ünï_日本_😀": 2, "key": 6, "dir a/sub/UPPER": 8, "s0000": 0}
+    labels = {f"odd_label_{kind}": -1 for kind in ("empty", "text", "negative")}
+    assert [r.unlabelled for r in good if r.key in labels] == [1, 1, 1]
+    assert sum(r.unlabelled for r in good) == 3
+    labels |= {"odd_label_blanks": 7, "miss_label": -1, "ünï_日本_😀": 2, "key": 6, "dir a/sub/UPPER": 8, "s0000": 0}
     assert all(r.label == labels.get(r.key, 3) for r in good if r.key != "twice")
     assert [r.label for r in good if r.key == "twice"] == [1, 5]
     refused = {}
@@ -423,12 +429,13 @@ def test_a_shard_cut_anywhere_gives_its_whole_samples_and_never_a_wrong_one(tmp_
         assert any(r.reason for r in rows)  # also where one member ends and the next one would begin
 
 
-@pytest.mark.parametrize("text", [b"-1", b"1.5", b"cat", b"", b"\xff\xfe", b"1 2", b"9" * 19, "٣".encode() + b"x"])
-def test_what_is_no_label_makes_the_sample_bad(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize("text", [b"-1", b"1.5", b"cat", b"", b"\xff\xfe", b"1 2", b"9" * 19, "٣".encode()])
+def test_an_image_whose_label_cannot_be_read_has_none(tmp_path: Path, text: bytes) -> None:
     index = opened(write_tar(tmp_path / "x.tar", [*sample(1), ("b.jpg", jpeg(2)), ("b.cls", text)]))
-    assert [b.key for b in index.bad] == ["b"]
-    assert index.bad[0].reason.startswith("its label is not a whole number from 0 on")
-    assert keys_of(index) == ["s0001"]
+    assert index.bad == []
+    assert keys_of(index) == ["s0001", "b"]
+    assert index.label.tolist() == [1, -1]
+    assert index.files[0].passed == {"x.tar": {UNLABELLED: 1}}
 
 
 def test_shards_without_any_usable_image_are_refused_with_the_reason(tmp_path: Path) -> None:

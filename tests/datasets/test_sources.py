@@ -201,11 +201,14 @@ def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):
     cut = tar_bytes({"e.jpg": a})[: len(a)]
     (tmp_path / "in" / "s-2.tar").write_bytes(cut)
     found = read_source("webdataset", tmp_path / "in")[1]
-    assert {k: (d, i.label, i.extension) for k, (d, i) in found.items()} == {"x/a": (a, 7, "jpg"), "b": (b, -1, "png")}
+    assert {k: (d, i.label, i.extension) for k, (d, i) in found.items()} == {
+        "x/a": (a, 7, "jpg"),
+        "b": (b, -1, "png"),
+        "d": (jpeg(3), -1, "jpg"),
+    }
     assert json.loads(found["x/a"][1].meta or "") == said
     assert drop_reasons("webdataset", tmp_path / "in") == {
         "c": "no image: only cls",
-        "d": "its .cls or .json cannot be read",
         "s-2": "cut off or damaged after 1 members: its last member ends at byte 1536 of 844",
     }
 

@@ -20,7 +20,7 @@ from eagleray.data import loader as stream_loader
 from eagleray.data.batch import Batch
 from eagleray.data.columns import select
 from eagleray.data.index import open_index
-from eagleray.data.quarantine import BadSample, Quarantine
+from eagleray.data.quarantine import BadSample, Quarantine, broken
 from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
@@ -110,7 +110,7 @@ class Loader:
         self.step = start
         self.samples = len(index)
         self.steps_per_epoch = self._stream.steps_per_epoch
-        self._quarantine = Quarantine(None, samples=len(index) + len(index.bad), limit=bad_limit)
+        self._quarantine = Quarantine(None, samples=len(index) + broken(index.bad), limit=bad_limit)
         self._quarantine.add(index.bad)
 
     @property

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.data.checksum import crc32
+from eagleray.data.costs import BadImage
 from eagleray.data.index import Index, byte_range
-from eagleray.data.pixels import BadImage
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 

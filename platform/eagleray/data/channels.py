@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ImageOps
 
-from eagleray.data.pixels import BadImage, open_image, reason
+from eagleray.data.costs import BadImage
+from eagleray.data.pixels import open_image, reason
 from eagleray.data.tiff import MAGIC, read_tiff
 from eagleray.views.colours import colours
 

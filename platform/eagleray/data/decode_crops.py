@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.channels import Channel
-from eagleray.data.decode import JPEG, check_jpeg, decode, jpeg_size, orientation, upright
+from eagleray.data.costs import JPEG, check_jpeg, jpeg_size
+from eagleray.data.decode import decode, orientation, upright
 from eagleray.views import sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views

@@ -19,7 +19,7 @@ from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
 from eagleray.data.index_faults import lines_of_passed, unusable
 from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load_both, name
-from eagleray.data.quarantine import BadSample
+from eagleray.data.quarantine import BadSample, broken
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -140,7 +140,9 @@ class Index:
 
     def bad_sample(self, sample: int, reason: str) -> BadSample:
         """Describe a sample that turned out to be broken."""
-        rows = self.rows(sample, sample + 1)
+        rows, s = self.rows(sample, sample + 1), self._shard_of(sample)
+        extension = self.files[s].extension(self._group(s), int(sample - self.first[s]))
+        reason += f" (its .{extension})" * bool(extension)
         return BadSample(image_folder.address(rows.blob), self.key(sample), int(rows.offset[0]), reason)
 
     @functools.cached_property
@@ -230,7 +232,8 @@ def write_index(
     for known in _folders(list_data(urls), None, note=note, again=True, tick=tick, scan_all=scan_all):
         mine = [f.shards[f.groups[name(b)]] for b, f in known]
         place = f"{store.parent(known[0][0].url)}/{NAME}"
-        out.append((place, sum(s.usable for s in mine), sum(s.bad for s in mine)))
+        bad = sum(broken(unusable(b, f)) for b, f in known)
+        out.append((place, sum(s.usable for s in mine), bad))
     return out
 
 

@@ -10,7 +10,7 @@ from eagleray.data.file_names import readable
 from eagleray.data.index_file import File, load, name
 from eagleray.data.quarantine import BadSample
 from eagleray.data.tar_headers import ARCHIVE
-from eagleray.data.tar_scan import UNREAD, counted
+from eagleray.data.tar_scan import UNLABELLED, UNREAD, counted
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
@@ -39,8 +39,8 @@ class Faults(NamedTuple):
 
 
 def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Yield a line for the images of some shards that are not read, one for the members that are no part of a sample,
-    and one for the archives behind the end of another one."""
+    """Yield a line for the images of some shards that are not read, one for the labels that cannot be, one for the
+    members that are no part of a sample, and one for the archives behind the end of another one."""
     total = sum(passed.values(), Counter[str]())
 
     def most(*kinds: str) -> str:
@@ -50,6 +50,10 @@ def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
         yield (
             f"not read  {count:,} images, as another of their sample is (most in {most(UNREAD)});"
             " a sample is all files whose names are equal up to the first dot"
+        )
+    if count := total.pop(UNLABELLED, 0):
+        yield (
+            f"no label  {count:,} images, as their .cls is not a whole number from 0 on (most in {most(UNLABELLED)})"
         )
     joined = total.pop(ARCHIVE, 0)
     if total:

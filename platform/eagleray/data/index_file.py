@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.base.files import cache_folder, file_lock, write_atomic
 from eagleray.data.file_names import readable, to_text
-from eagleray.data.index_schema import BLOCK, SCHEMA, Shard, check_rows, check_shards, largest_rows
+from eagleray.data.index_schema import BLOCK, SCHEMA, STORED, TEXTS, Shard, check_rows, check_shards, largest_rows
 from eagleray.data.parquet_pages import largest_page
-from eagleray.data.tar_scan import PASSED_OVER, UNREAD, Row
+from eagleray.data.tar_scan import PASSED_OVER, UNLABELLED, UNREAD, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
@@ -43,16 +43,17 @@ ASIDE = "index-"  # the beginning of their names
 
 
 def table_of(rows: Iterable[Row], passed: Counter[str] | None = None) -> pa.Table:
-    """Return rows as a table with the columns of SCHEMA, and in its metadata what is passed over: unread images, and
-    what is counted in `passed` when all rows are there."""
+    """Return rows as a table with the columns of STORED, and in its metadata what is passed over: unread images, labels
+    that cannot be read, and what is counted in `passed` when all rows are there."""
     passed = Counter() if passed is None else passed
 
     def values(row: Row) -> tuple[Any, ...]:
-        passed[UNREAD] += row.unread
-        return to_text(row.key), row.offset, row.size, row.label, row.crc, row.reason and readable(row.reason)
+        passed.update({UNREAD: row.unread, UNLABELLED: row.unlabelled})
+        texts = (text and readable(text) for text in (row.reason, row.extension))
+        return to_text(row.key), row.offset, row.size, row.label, row.crc, *texts
 
-    columns = list(zip(*map(values, rows), strict=True)) or [()] * len(SCHEMA)
-    table = pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
+    columns = list(zip(*map(values, rows), strict=True)) or [()] * len(STORED)
+    table = pa.table([pa.array(c, f.type) for c, f in zip(columns, STORED, strict=True)], STORED)
     return _with_passed(table, +passed)
 
 
@@ -73,6 +74,7 @@ class File:
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
             self.passed = _counts(self._file.metadata.metadata)
+            self._names = [*SCHEMA.names, *["extension"] * ("extension" in self._file.schema_arrow.names)]
         except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as e:
             raise ValueError(" ".join(str(e).split())[:300]) from None
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
@@ -80,11 +82,16 @@ class File:
     def __reduce__(self) -> Any:
         return File, (self.path, self.url)
 
-    def read(self, group: int, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
-        """Return all rows of a shard. Raises UserError when they cannot be true."""
+    def extension(self, group: int, row: int) -> str:
+        """Return the extension of the member with the image of a row; an empty text where it is not known."""
+        known = self.read(group, ["extension"])["extension"][row].as_py() if "extension" in self._names else ""
+        return (known or "")[:40]
+
+    def read(self, group: int, columns: Sequence[str] = ()) -> pa.Table:
+        """Return all rows of a shard, by default with all columns. Raises UserError when they cannot be true."""
         try:
             with self._lock:
-                rows = self._read(group, columns)
+                rows = self._read(group, columns or self._names)
             table = _with_passed(rows, self.passed.get(self.shards[group].name, Counter()))
             check_rows(table, self.shards[group])
         except (pa.ArrowException, ValueError, OSError) as e:
@@ -97,7 +104,7 @@ class File:
             self._pages[group] = largest_page(self._map, self._file.metadata.row_group(group))
         if self._pages[group] > LARGEST_PAGE:
             raise ValueError(f"a page of {self._pages[group]} bytes")
-        if not {"key", "reason"} & set(columns):
+        if not TEXTS & set(columns):
             return self._file.read_row_group(group, list(columns), use_threads=False)
         rows, shard = MOST_AT_ONCE // max(self._pages[group], 1) + 1, self.shards[group]
         batches: list[pa.RecordBatch] = []
@@ -226,13 +233,16 @@ def save(shards: Tables, urls: Sequence[str]) -> str:
 
 def write(shards: Tables, path: Path) -> None:
     """Write an index with a row group for each shard, in the order of their URLs."""
-    entries, passed = [], {}
-    options: Any = {"compression": "zstd", "write_statistics": False, "use_dictionary": ["label", "reason"]}
-    with pq.ParquetWriter(path, SCHEMA, column_encoding=PACKED, **options) as writer:
+    entries, passed = list[Shard](), {}
+    options: Any = {"compression": "zstd", "write_statistics": False}
+    options |= {"use_dictionary": ["label", "reason", "extension"], "column_encoding": PACKED}
+    with pq.ParquetWriter(path, STORED, **options) as writer:
         for blob, table in sorted(shards, key=lambda s: s[0].url):
             if count := (table.schema.metadata or {}).get(PASSED.encode()):
                 passed[name(blob)] = json.loads(count)
-                table = table.replace_schema_metadata(None)
+            table = table.replace_schema_metadata(None)
+            if "extension" not in table.column_names:
+                table = table.append_column(STORED.field("extension"), pa.nulls(len(table), pa.string()))
             good = pc.is_null(table["reason"])
             usable, bad = table.filter(good), table.filter(pc.invert(good))
             offset, size, label = (usable[n].to_numpy() for n in ("offset", "size", "label"))

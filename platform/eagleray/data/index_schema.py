@@ -24,6 +24,8 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),  # why the sample cannot be used; null where it can
     ]
 )
+STORED = SCHEMA.append(pa.field("extension", pa.string()))  # and of the image's member, where that is known
+TEXTS = {"key", "reason", "extension"}
 MOST_ROWS = 2**24  # of one shard
 LARGEST_BLOCK = 8 * BLOCK  # bytes between the ends of the first and the last image of a block
 
@@ -85,7 +87,7 @@ def check_rows(table: pa.Table, shard: Shard) -> None:
         raise ValueError(f"{len(table)} rows of {shard.usable + shard.bad} samples")
     usable = table.slice(0, shard.usable)
     for column in usable.column_names:
-        if column != "reason" and usable[column].null_count:
+        if column not in ("reason", "extension") and usable[column].null_count:
             raise ValueError(f"a sample without {column}")
     if "key" in table.column_names and table["key"].null_count:
         raise ValueError("a sample without key")

@@ -1,9 +1,20 @@
 """Checks that the labels of a dataset are valid classes."""
 
+from collections import Counter
+
 import numpy as np
 
 from eagleray.base.errors import UserError
 from eagleray.data.index import Index
+from eagleray.data.index_file import name
+from eagleray.data.tar_scan import UNLABELLED
+
+
+def unread_labels(index: Index) -> str:
+    """Say how many labels of the dataset cannot be read; an empty text if all can be."""
+    files = zip(index.shards, index.files, strict=True)
+    count = sum(file.passed.get(name(blob), Counter())[UNLABELLED] for blob, file in files)
+    return f"{count} of {len(index)} images have a .cls that is not a whole number from 0 on" if count else ""
 
 
 def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
@@ -13,7 +24,8 @@ def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
     is an error. Raises UserError.
     """
     if not index.labelled:
-        raise UserError(f"{key}: has no labels, which the method needs")
+        unread = unread_labels(index)
+        raise UserError(f"{key}: has no labels, which the method needs" + f"; {unread}" * bool(unread))
     label = index.label
     wrong = (label >= classes) | ((label < 0) & every)
     labels = np.unique(label[label >= 0])

@@ -4,24 +4,25 @@ import functools
 import io
 import re
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from eagleray.data.costs import JPEG, BadImage, check_image, check_jpeg, check_webp
+
 # What a sample may be. Pillow reads about forty formats, and starts Ghostscript for some, whatever a file is called.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM")
 
 
+PNG, TEXTS = b"\x89PNG\r\n\x1a\n", (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+# What says in a text how the camera was held: `Raw profile type exif` and `XML:com.adobe.xmp`.
+ORIENTED, LONGEST = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0"), 2**19  # bytes of such a text
 LARGEST_TILE = 2**24  # pixels; a tile is decoded whole, however small its image is
 AT_ONCE = 2**22  # pixels that are converted at once
 SAMPLES, TILE_WIDTH, TILE_HEIGHT = 277, 322, 323  # tags of TIFF
-
-
-class BadImage(ValueError):
-    """The reason why an image cannot be used."""
-
 
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
 HEIC_EXTENSIONS = frozenset({"heic", "heics", "heif", "heifs", "hif"})
@@ -45,20 +46,58 @@ def _formats() -> tuple[str, ...]:
 @functools.cache
 def image_extensions() -> frozenset[str]:
     """Return the file extensions, without the dot, of all image formats that are read."""
-    _formats()
-    return frozenset(e[1:] for e, kind in Image.registered_extensions().items() if kind in Image.OPEN)
+    known = _formats()
+    return frozenset(e[1:] for e, kind in Image.registered_extensions().items() if kind in known)
+
+
+def begins_like_image(start: bytes) -> bool:
+    """Return whether the first 16 bytes of a file may be those of an image."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return any((accept := Image.OPEN[kind][1]) is None or accept(start) is True for kind in _formats())
 
 
 def open_image(data: bytes | memoryview) -> Image.Image:
-    """Read the header of an image of one of the allowed formats. Raises BadImage and whatever Pillow does."""
+    """Read the header of an image of one of the allowed formats. Raises BadImage, also for one that would take too much
+    memory or time, and whatever Pillow does."""
+    if data[:2] == JPEG:
+        check_jpeg(data)
+    check_webp(data)
     try:
-        return Image.open(io.BytesIO(data), formats=_formats())
+        image = Image.open(io.BytesIO(without_texts(data) if data[:8] == PNG else data), formats=_formats())
+        check_image(image, len(data))
+        return image
     except UnidentifiedImageError:
         if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS and "HEIF" not in _formats():
             raise BadImage(NO_HEIC) from None
         if bytes(data[:4]) in (b"II*\0", b"MM\0*"):
             raise BadImage(NOT_READ) from None
         raise
+
+
+def without_texts(png: bytes | memoryview) -> bytes | memoryview:
+    """Return a PNG without its texts and colour profiles, as Pillow refuses long ones; a short text that may say how
+    the camera was held stays."""
+    parts, at, kept = [], len(PNG), 0
+    while at + 12 <= len(png):
+        kind, end = bytes(png[at + 4 : at + 8]), at + 12 + int.from_bytes(png[at : at + 4])
+        if kind in TEXTS and not (end - at < LONGEST and _oriented(bytes(png[at + 8 : end - 4]))):
+            parts.append(png[kept:at])
+            kept = end
+        at = end
+    return b"".join([*parts, png[kept:]]) if parts else png
+
+
+def _oriented(text: bytes) -> bool:
+    """Return whether a text of a PNG may say how the camera was held, and is short once it is decompressed."""
+    name = next((name for name in ORIENTED if text.startswith(name)), None)
+    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # not compressed, as those who write XMP shall do
+        return name is not None
+    unpack = zlib.decompressobj()
+    try:
+        return len(unpack.decompress(text[len(name) + 1 :], LONGEST)) < LONGEST
+    except zlib.error:
+        return False
 
 
 def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
@@ -91,23 +130,48 @@ def _check_tiff(image: Image.Image) -> None:
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of a decoded image, converted some rows at a time: a whole one would be in memory
-    several times."""
+    """Return the RGB values (H, W, 3) of a decoded image. What is transparent shows white; where all is of one colour
+    then, black; where it still is, the colours that are hidden. Raises BadImage for an image in which nothing is seen.
+    """
+    if _is_deep(image) or not image.has_transparency_data:
+        return _before(image, None)
+    for ground in (255, 0, None):
+        out = _before(image, ground)
+        if (out.min((0, 1)) < out.max((0, 1))).any():
+            return out
+    if min(part.convert("RGBA").getchannel("A").getextrema()[0] for part in _parts(image)) != 255:
+        raise BadImage("nothing is seen in it: it is transparent and of one colour")
+    return out
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Return whether values have 16 bits or more, which Pillow would clip to white."""
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def _parts(image: Image.Image) -> Iterator[Image.Image]:
+    """Yield an image some rows at a time: a whole one that is converted would be in memory several times."""
     width, height = image.size
     rows = max(1, AT_ONCE // width)
+    for top in range(0, height, rows):
+        yield image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
 
-    def parts() -> Iterator[Image.Image]:
-        for top in range(0, height, rows):
-            yield image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
 
-    out = np.empty((height, width, 3), np.uint8)
-    deep = image.mode.startswith("I") or image.mode == "F"  # 16 bits and more, which Pillow would clip to white
-    unit = _unit(parts(), fractions=image.mode == "F") if deep else np.float32(1)
-    for top, part in zip(range(0, height, rows), parts(), strict=True):
+def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
+    """Return the RGB values (H, W, 3) of an image before a ground of this grey, or without its transparency."""
+    out, top = np.empty((image.height, image.width, 3), np.uint8), 0
+    deep = _is_deep(image)
+    unit = _unit(_parts(image), fractions=image.mode == "F") if deep else np.float32(1)
+    for part in _parts(image):
+        rows = out[top : top + part.height]
         if deep:
-            out[top : top + rows] = (np.array(part, np.float32) * unit).astype(np.uint8)[..., None]
+            rows[:] = (np.array(part, np.float32) * unit).astype(np.uint8)[..., None]
+        elif ground is None:
+            rows[:] = np.asarray(part.convert("RGB"))
         else:
-            out[top : top + rows] = np.asarray(part.convert("RGB"))
+            behind = Image.new("RGBA", part.size, (ground, ground, ground, 255))
+            rows[:] = np.asarray(Image.alpha_composite(behind, part.convert("RGBA")))[..., :3]
+        top += part.height
     return out
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import JsonLines, read_lines
+from eagleray.data.tar_scan import NO_IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,23 @@ class BadSample:
     offset: int  # bytes, of the image in the shard; -1 where there is none
     reason: str
 
+    @property
+    def without_image(self) -> bool:
+        """Whether nothing is broken: there are texts alone, such as those of a download that failed."""
+        return self.reason.startswith(NO_IMAGE)
+
+
+def broken(samples: Iterable[BadSample]) -> int:
+    """Return how many samples are broken, and not merely without an image."""
+    return sum(not sample.without_image for sample in samples)
+
 
 class Quarantine:
     """Records each broken sample of a run once, over all epochs and restarts."""
 
     def __init__(self, path: Path | None, *, samples: int, limit: float) -> None:
-        """`limit` is the largest fraction of the `samples` that may be broken. Without a `path` the records are in
-        memory alone."""
+        """`limit` is the largest fraction of the `samples` that may be broken; those without an image are in neither
+        number. Without a `path` the records are in memory alone."""
         self.path, self.samples, self.limit = path, samples, limit
         self._lines = JsonLines(path) if path else None
         names = {f.name for f in fields(BadSample)}
@@ -36,8 +47,9 @@ class Quarantine:
         self.bad |= new
         if self._lines and write:
             self._lines.log(*map(asdict, new.values()))
-        if len(self) > self.limit * self.samples:
-            first = next(iter(self.bad.values()))
+        most = self.limit * self.samples
+        if len(self.bad) > most and len(self) > most:
+            first = next(b for b in self.bad.values() if not b.without_image)
             key = f"{'data.' if self.path else ''}bad_limit={self.limit:g}"
             where = f"the first is {first.key} in {first.shard}: {first.reason}"
             raise UserError(
@@ -47,7 +59,7 @@ class Quarantine:
 
     def __len__(self) -> int:
         """Return the number of broken samples; a broken shard counts as one."""
-        return len(self.bad)
+        return broken(self.bad.values())
 
 
 def _identity(sample: BadSample) -> tuple[str, str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple, cast
 
 from eagleray.data.checksum import crc32
-from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, begins_like_image, image_extensions
 from eagleray.data.tar_headers import (
     ARCHIVE,
     BLOCK,
@@ -29,11 +29,14 @@ READ = 4 * 2**20  # bytes per request
 LARGEST = 2**29  # bytes of an image; the pixels of the largest image that is decoded take as much
 LABEL = 64  # bytes of a label that are read
 MEMBERS = 1000  # most of one sample
+START = 16  # bytes that tell the format of an image
+NO_IMAGE = "no image: only "
 FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # how images begin that end in a known way
 TAIL = 2**16  # bytes at the end of a file in which its last byte is sought that is not zero
 HIDDEN, EXTENSIONLESS = "hidden file", "extensionless file"
-UNREAD = "image"  # that is not read, as an earlier one of its sample is
-PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, ARCHIVE)  # what is counted
+UNREAD, UNLABELLED = "image", "label"  # an image beside the one that is read, and a label that cannot be read
+# Everything that is counted.
+PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, UNLABELLED, ARCHIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ class Row:
     label: int = -1
     crc: int | None = None
     reason: str | None = None
-    unread: int = 0  # images of the sample beside the first
+    unread: int = 0  # images of the sample beside the one that is read
+    unlabelled: int = 0  # 1: it has a label that cannot be read
+    extension: str | None = None  # of the image
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
@@ -84,8 +89,13 @@ def scan(blob: Blob, passed: Counter[str] | None = None) -> Iterator[Row]:
 
 def counted(passed: Mapping[str, int]) -> str:
     """Say how many members of each kind are no part of a sample, the most frequent first."""
-    kinds = sorted((-n, kind) for kind, n in passed.items() if kind not in (UNREAD, ARCHIVE))
+    kinds = sorted((-n, kind) for kind, n in passed.items() if kind not in (UNREAD, UNLABELLED, ARCHIVE))
     return ", ".join(f"{-n:,} {kind}{'s' * (n != -1)}" for n, kind in kinds)
+
+
+def _members(passed: Counter[str]) -> int:
+    """Return how many members are no part of a sample, as the rest is counted while rows are read."""
+    return passed.total() - passed[UNREAD] - passed[UNLABELLED]
 
 
 def _said(damage: DamagedTar, samples: int, size: int) -> str:
@@ -111,6 +121,7 @@ class _Member(NamedTuple):
     sparse: bool
     crc: int | None  # of an image
     label: bytes
+    begins: bool  # as an image does
 
 
 def _files(
@@ -128,69 +139,64 @@ def _files(
                 passed[HIDDEN if name.rpartition("/")[2].startswith(".") else EXTENSIONLESS] += 1
                 continue
             key, extension = parts
-            last, whole, crc, label, lacks_end = (
-                extension.rpartition(".")[2],
-                offset + size <= blob.size,
-                None,
-                b"",
-                False,
-            )
+            last, whole, crc, label = extension.rpartition(".")[2], offset + size <= blob.size, None, b""
+            begins = lacks_end = False
             if whole and last in image_extensions() and size <= LARGEST:
-                crc, lacks_end = _checksum(source, offset, size)
+                crc, start, lacks_end = _checksum(source, offset, size)
+                begins = begins_like_image(start)
             elif whole and last == "cls":
                 source.seek(offset)
                 label = source.read(min(LABEL, size))
-                lacks_end = label.endswith(b"\0")
+                digits = label.rstrip(b"\0")
+                lacks_end = digits != label and (not digits or digits.isdigit())
             if lacks_end:
-                doubtful = -(-(offset + size) // BLOCK) * BLOCK, passed.total()
-            yield (passed[ARCHIVE], key), _Member(extension, last, offset, size, sparse, crc, label)
+                doubtful = -(-(offset + size) // BLOCK) * BLOCK, _members(passed)
+            yield (passed[ARCHIVE], key), _Member(extension, last, offset, size, sparse, crc, label, begins)
             if not whole:
                 return
-        if doubtful[0] and doubtful[1] == passed.total():
+        if doubtful[0] and doubtful[1] == _members(passed):
             damage.append(Zeros("the zeros at its end begin inside of its last file"))
             damage[0].offset = doubtful[0]
     except DamagedTar as e:
         damage.append(e)
 
 
-def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bool]:
-    """Return the CRC-32 of an image, of which only a part is in memory at a time, and whether it ends in zeros, but an
-    image that begins like it does not."""
+def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bytes, bool]:
+    """Return the CRC-32 of an image, of which only a part is in memory at a time, its first bytes, and whether it ends
+    in zeros, but an image that begins like it does not."""
     source.seek(offset)
     data = source.read(min(READ, size))
-    crc, head = crc32(data), data[:4]
+    crc, first = crc32(data), data[:START]
     for at in range(READ, size, READ):
         data = source.read(min(READ, size - at))
         crc = crc32(data, crc)
     if not data.endswith(b"\0"):
-        return crc, False
-    end = next((end for start, end in FORMS.items() if head.startswith(start)), None)
-    return crc, not data[-TAIL:].rstrip(b"\0").endswith(end) if end else not any(head)
+        return crc, first, False
+    end = next((end for start, end in FORMS.items() if first.startswith(start)), None)
+    return crc, first, not data[-TAIL:].rstrip(b"\0").endswith(end) if end else not any(first[:4])
 
 
 def _row(key: str, members: list[_Member], blob: Blob) -> Row:
     images = [m for m in members if m.last in image_extensions()]
-    image = images[0] if images else None
+    image = next((m for m in images if m.begins), images[0] if images else None)
     label, reason = -1, _fault(members)
-    for m in members:
-        if m.last == "cls" and not m.sparse:
-            text = m.label.decode(errors="replace").strip()
-            if re.fullmatch(r"\d{1,18}", text):
-                label = int(text)
-            else:
-                reason = f"its label is not a whole number from 0 on: {repr(text)[:100]}"
+    texts = [b"" if m.sparse else m.label.strip() for m in members if m.last == "cls"]
+    for text in texts:
+        if re.fullmatch(rb"\d{1,18}", text):
+            label = int(text)
     cut = next((m for m in members if m.offset + m.size > blob.size), None)
     lost = cut and f"cut off: {cut.size} bytes from {cut.offset}, the shard ends at {blob.size}"
     if image is None:
         heic = NO_HEIC if any(m.last in HEIC_EXTENSIONS for m in members) else ""
-        return Row(key, reason=lost or heic or ("no image: only " + ", ".join(m.extension for m in members))[:200])
+        return Row(key, reason=lost or heic or (NO_IMAGE + ", ".join(m.extension for m in members))[:200])
     if lost:
         reason = lost
     elif image.size == 0 and not image.sparse:
         reason = "the image has no bytes"
     elif image.size > LARGEST:
         reason = f"the image has {image.size} bytes, more than {LARGEST}"
-    return Row(key, image.offset, image.size, label, image.crc, reason, len(images) - 1)
+    unlabelled, unread = int(bool(texts) and label < 0), len(images) - 1
+    return Row(key, image.offset, image.size, label, image.crc, reason, unread, unlabelled, image.extension)
 
 
 def _fault(members: list[_Member]) -> str | None:
@@ -200,5 +206,5 @@ def _fault(members: list[_Member]) -> str | None:
     if len({m.extension for m in members}) < len(members):  # webdataset refuses the whole shard
         extension, times = Counter(m.extension for m in members).most_common(1)[0]
         return f"{times} members .{extension[:40]}"
-    sparse = next((m for m in members if m.sparse and (m.last == "cls" or m.last in image_extensions())), None)
+    sparse = next((m for m in members if m.sparse and m.last in image_extensions()), None)
     return f"its .{sparse.extension[:40]} is stored sparse, so its bytes are not in one piece" if sparse else None

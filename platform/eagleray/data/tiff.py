@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from eagleray.data.pixels import BadImage
+from eagleray.data.costs import BadImage, check_memory
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 LARGEST = 178_956_970  # bytes of values, as many as Pillow's limit of pixels
@@ -41,6 +41,7 @@ def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
     pages = directories(data)
     first = Page.of(next(pages))
     if first.samples > 1 or channels == 1:
+        first.check(len(data))
         return first.read(data)
     whole = [first, *(Page.of(tags) for tags in pages if not tags.get(SUBFILE, np.zeros(1, int))[0] & 5)]
     if channels and len(whole) != channels:
@@ -49,6 +50,7 @@ def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
         raise BadImage("a TIFF whose pages differ in size or in the type of their values")
     if len(whole) * first.bytes > LARGEST:
         raise BadImage(f"{len(whole)} pages of {first.bytes} bytes of values, expected {LARGEST} bytes at most")
+    first.check(len(data), len(whole))
     return np.concatenate([page.read(data) for page in whole], 2)
 
 
@@ -143,6 +145,13 @@ class Page:
     @property
     def bytes(self) -> int:
         return self.shape[0] * self.shape[1] * self.samples * self.dtype.itemsize
+
+    def check(self, size: int, pages: int = 1) -> None:
+        """Raise BadImage if this page, of so many, takes too much memory for a file of `size` bytes: the values of all
+        channels with their levels, and those of one as floating-point numbers."""
+        (height, width), samples = self.shape, self.samples * pages
+        need = height * width * (samples * (self.dtype.itemsize + 1) + 8)
+        check_memory(f"{width} x {height} pixels of {samples} channels", need, size)
 
     def read(self, data: Data) -> NDArray[Any]:
         """Return the values (H, W, N) in the byte order of this machine."""

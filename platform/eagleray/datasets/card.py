@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
+from eagleray.data.costs import BadImage
 from eagleray.data.index import Index, open_index
 from eagleray.data.index_faults import faults
-from eagleray.data.pixels import BadImage, read_pixels
+from eagleray.data.pixels import read_pixels
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
 from eagleray.storage.shard_names import is_shard

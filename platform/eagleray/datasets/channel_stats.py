@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.config.channels import Channel
 from eagleray.data.channels import read_channels
+from eagleray.data.costs import BadImage
 from eagleray.data.index import Note, open_index
-from eagleray.data.pixels import BadImage
 
 SAMPLE = 1000  # images that are measured
 DIGITS = 6  # of a number that is printed

@@ -19,9 +19,9 @@ from eagleray.base.cpu_share import cpus
 from eagleray.base.errors import UserError
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.columns import MEASURED
+from eagleray.data.costs import BadImage
 from eagleray.data.digests import data_digest, shard_digests
 from eagleray.data.index import Index, open_index
-from eagleray.data.pixels import BadImage
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.datasets import sidecars
 from eagleray.storage.ordered_map import ordered_map

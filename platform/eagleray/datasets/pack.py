@@ -15,9 +15,10 @@ from PIL import Image
 
 from eagleray.base.errors import UserError
 from eagleray.data.channels import read_channels
+from eagleray.data.costs import BadImage
 from eagleray.data.file_names import to_text
-from eagleray.data.index_schema import SCHEMA
-from eagleray.data.pixels import BadImage, image_extensions
+from eagleray.data.index_schema import STORED
+from eagleray.data.pixels import image_extensions
 from eagleray.data.tar_headers import members
 from eagleray.datasets.sources.item import Item
 from eagleray.datasets.sources.source import Read, fetch
@@ -39,7 +40,7 @@ class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
     blob: Blob  # with its tag; of size 0 where no image was left, in which case there is no file
-    rows: pa.Table  # SCHEMA
+    rows: pa.Table  # STORED
     stats: ImageStats
 
 
@@ -96,11 +97,12 @@ class PackTask:
                 label = {} if item.label < 0 else {"cls": str(item.label).encode()}
                 meta = {} if item.meta is None else {"json": item.meta.encode()}
                 tar.write({"__key__": item.key, extension: data, **label, **meta})
-                rows.append((to_text(item.key), f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data)))
-        keys, members, sizes, labels, crcs = zip(*rows, strict=True) if rows else ((),) * 5
+                row = to_text(item.key), f"{item.key}.{extension}", len(data), item.label, zlib.crc32(data), extension
+                rows.append(row)
+        keys, members, sizes, labels, crcs, extensions = zip(*rows, strict=True) if rows else ((),) * 6
         offsets = _offsets(file)
-        columns = [keys, [offsets[m] for m in members], sizes, labels, crcs, [None] * len(rows)]
-        return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
+        columns = [keys, [offsets[m] for m in members], sizes, labels, crcs, [None] * len(rows), extensions]
+        return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, STORED, strict=True)], STORED)
 
     def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
         """Return the image file to write and its extension. Raises BadImage for an image that is to be left out."""
@@ -175,7 +177,7 @@ def read_note(url: str, plan: str) -> ShardNote | None:
         if about["plan"] != plan:
             return None
         blob = Blob(about["url"], about["size"], about["tag"])
-        return ShardNote(blob, table.cast(SCHEMA), ImageStats.from_json(about["census"]))
+        return ShardNote(blob, table.cast(STORED), ImageStats.from_json(about["census"]))
     except (FileNotFoundError, pa.ArrowException, KeyError, TypeError, ValueError) as e:
         if isinstance(e, UserError):
             raise

@@ -277,8 +277,8 @@ def _write_plan(
     """
     listing = source.listing()
     items = _unique_keys(table(listing.items))
-    if listing.note:
-        note(listing.note)
+    for line in filter(None, (listing.note, listing.found())):
+        note(line)
     name = f"items-{_digest(identity)}.parquet"  # another command with other options has its own
     plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}
     url = f"{options.destination}/{NOTES}/plan.json"

@@ -20,6 +20,7 @@ from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, Note, open_index
+from eagleray.data.labels import unread_labels
 from eagleray.engine import world
 from eagleray.evaluation import on_workers, results
 from eagleray.evaluation.extraction import Task, features
@@ -358,15 +359,16 @@ class Evaluation:
 
     @cached_property
     def sets(self) -> ProbeSets:
-        """The labelled images of `--train` and `--test`.
-
-        Raises UserError when a classifier cannot be trained and tested on them."""
+        """The labelled images of `--train` and `--test`. Raises UserError when a
+        classifier cannot be trained and tested on them."""
         tested = self.open(self.request.test) if self.request.test else None
         assert self.request.train
         sets = ProbeSets.of(self.open(self.request.train), tested, None)
         if sets is None:
             raise UserError(f"--train {self.request.train}: these shards have no labels, and this protocol needs them")
         sets.check()
+        for unread in filter(None, map(unread_labels, {id(i): i for i in (sets.train, sets.test)}.values())):
+            self.note(f"{unread}, and are left out")
         return sets
 
     @cached_property

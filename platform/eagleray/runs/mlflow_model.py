@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
 CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop", "data/tiff.py": "eagleray_tiff"}
 CODE |= {"data/channels.py": "eagleray_channels", "views/colours.py": "eagleray_colours"}
+CODE |= {"data/costs.py": "eagleray_costs"}
 
 
 class Backbone(NamedTuple):

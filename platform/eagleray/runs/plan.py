@@ -118,8 +118,12 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
         if test:
             labels.check_labels("data.test", test, method.classes, every=False)
     for key, data in ("data.test", test), ("data.train", index):
+        unread = labels.unread_labels(data) if test and data else ""
         if test and data and not data.labelled:
-            raise UserError(f"{key}: has no labels; evaluation needs labels in both data.train and data.test")
+            why = f": {unread}" * bool(unread)
+            raise UserError(f"{key}: has no labels{why}; evaluation needs labels in both data.train and data.test")
+        if unread:
+            note(f"{key}: {unread}; evaluation leaves them out")
     if test:
         try:
             check_class_names(index, test, ("data.train", "data.test"))

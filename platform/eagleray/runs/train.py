@@ -11,7 +11,7 @@ from eagleray.base import dist
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader, processes
-from eagleray.data.quarantine import Quarantine
+from eagleray.data.quarantine import Quarantine, broken
 from eagleray.engine.compiling import compiles
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
@@ -149,7 +149,7 @@ def open_quarantine(run: RankRun) -> Quarantine:
     index = run.plan.index
     quarantine = Quarantine(
         run.folder.path / layout.QUARANTINE,
-        samples=len(index) + len(index.bad),
+        samples=len(index) + broken(index.bad),
         limit=run.plan.recipe.data.bad_limit,
     )
     quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ class Listing:
     items: Iterable[Item]  # in an order that depends on the source alone
     classes: Sequence[str] = ()  # names in the order of the labels
     note: str = ""  # a line about what the source holds and the items lack
+    found: Callable[[], str] = str  # such a line that is known after the items
 
 
 def table(items: Iterable[Item]) -> pa.Table:

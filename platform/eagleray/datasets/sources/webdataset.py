@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,10 +13,10 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.data.columns import samples_where
 from eagleray.data.index import open_index
-from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
-from eagleray.data.tar_scan import LARGEST, MEMBERS, key_and_extension
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, begins_like_image, image_extensions
+from eagleray.data.tar_scan import LABEL, LARGEST, MEMBERS, NO_IMAGE, START, key_and_extension
 from eagleray.datasets.sources.files import find_file
-from eagleray.datasets.sources.item import MOST, Item, Listing, to_json
+from eagleray.datasets.sources.item import Item, Listing, to_json
 from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.source import OWN, Source, SourceFiles
 from eagleray.datasets.sources.tars import SPARSE, DamagedTar, members_and_holes
@@ -23,6 +25,7 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span, read_span
 
+UNREAD = -2  # a label that cannot be read
 LARGEST_TEXT = 2**24  # bytes of a .cls or .json
 
 
@@ -36,7 +39,14 @@ def webdataset(options: PrepareOptions) -> SourceFiles:
     def listing() -> Listing:
         wanted = _wanted(options) if options.where else None
         items = itertools.chain.from_iterable(ordered_map(_samples, blobs))
-        return Listing(items if wanted is None else (_marked(item, wanted) for item in items))
+        unread: Counter[str] = Counter()
+        readable = (_without_label(item, unread) for item in items)
+
+        def said() -> str:
+            kind = "a .cls that is not a whole number from 0 on, and no label"
+            return f"{options.origin}: {unread.total()} images have {kind}" if unread else ""
+
+        return Listing(readable if wanted is None else (_marked(item, wanted) for item in readable), found=said)
 
     return SourceFiles([*blobs, *tables], listing)
 
@@ -52,6 +62,14 @@ def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
     if not sum(map(len, wanted.values())):
         raise UserError(f"--where: {options.where}: leaves none of {len(index)} samples")
     return wanted
+
+
+def _without_label(item: Item, unread: Counter[str]) -> Item:
+    """Return an item without a label that cannot be read, and count it by its shard."""
+    if item.label != UNREAD:
+        return item
+    unread[item.url] += 1
+    return item._replace(label=-1)
 
 
 def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
@@ -110,26 +128,34 @@ def safe_key(key: str) -> str:
 
 
 def _item(key: str, parts: list[_Part]) -> Item:
-    image = next((p for p in parts if p.last in image_extensions()), None)
+    images = [p for p in parts if p.last in image_extensions()]
+    image = images[0] if images else None
+    if len(images) > 1:
+        image = next((p for p in images if begins_like_image(_read_start(p.span))), image)
     if image is None:
         heic = NO_HEIC if any(p.last in HEIC_EXTENSIONS for p in parts) else ""
-        return Item(key, "", 0, 0, reason=heic or "no image: only " + ", ".join(p.extension for p in parts)[:200])
+        return Item(key, "", 0, 0, reason=heic or NO_IMAGE + ", ".join(p.extension for p in parts)[:200])
     label, meta, reason = -1, None, _fault(image, parts)
+    spans = {p.last: p.span for p in parts if p.last in ("cls", "json")} if not reason else {}
+    if "cls" in spans:
+        text = _read_start(spans["cls"], LABEL).strip()
+        label = int(text) if re.fullmatch(rb"\d{1,18}", text) else UNREAD
     try:
-        texts = {p.last: bytes(read_span(p.span)) for p in parts if p.last in ("cls", "json")} if not reason else {}
-        label = max(int(texts.get("cls", b"-1")), -1)
-        meta = to_json(json.loads(texts["json"])) if "json" in texts else None
-    except (ValueError, RecursionError):  # the index would refuse such a label, and broken JSON is of no use
-        reason = "its .cls or .json cannot be read"
-    if label > MOST:
-        label, reason = -1, f"its label is more than {MOST}"
+        meta = to_json(json.loads(bytes(read_span(spans["json"])))) if "json" in spans else None
+    except (ValueError, RecursionError):  # broken JSON is of no use
+        reason = "its .json cannot be read"
     span = image.span
     return Item(key, span.url, span.offset, span.size, image.last, label, meta=meta, reason=reason)
 
 
+def _read_start(span: Span, size: int = START) -> bytes:
+    """Return the first bytes of a member."""
+    return bytes(read_span(span._replace(size=min(size, span.size)))) if span.size else b""
+
+
 def _fault(image: _Part, parts: list[_Part]) -> str | None:
     """Return why a sample cannot be read, or None."""
-    used = [image, *(p for p in parts if p.last in ("cls", "json"))]
+    used = [image, *(p for p in parts if p.last == "json")]
     if len(parts) > MEMBERS:
         return f"more than {MEMBERS} members"
     if len({p.extension for p in parts}) < len(parts):

@@ -1,0 +1,170 @@
+"""Predicts from its header what an image takes to decode, and refuses what its bytes do not account for.
+
+A limit of pixels alone lets 34 bytes of WebP take 2.7 GiB. Photographs have a byte for every fifty pixels at least, so
+an image may take an amount that any machine has, and more in proportion to its bytes.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from PIL import Image
+
+MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
+FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take, and those for each byte of its file
+# Bytes of memory for each pixel, measured with images of one colour: Pillow's own pixels, ours, those of the library.
+MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
+USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # of other formats, of a JPEG, and more for each coefficient of several scans
+# Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
+MAX_SCANS = 100
+FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE of them more for each byte
+MAX_WORK = 24 * MAX_PIXELS  # of the usual eighteen scans of four colours
+SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take up to 2 microseconds for each value
+MAX_SLOW = 2**23  # values
+MAX_SEGMENTS = 2**14  # of a JPEG's header
+
+JPEG = b"\xff\xd8"  # the first bytes of such a file
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed data only 0 and restarts follow 255
+FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # the first kind of a frame header, and the kinds of those markers
+PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
+SCANS = re.compile(rb"\xff\xda")  # is searched for in 0.4 of the time of bytes.count
+Data = bytes | memoryview
+
+
+class BadImage(ValueError):
+    """The reason why an image cannot be used."""
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Raise BadImage for more pixels than any image may have."""
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
+
+
+def check_memory(what: str, need: int, size: int) -> None:
+    """Raise BadImage if an image that takes `need` bytes of memory is in a file of far fewer bytes."""
+    if need > (most := FREE + PER_BYTE * size):
+        raise BadImage(f"{what} in {size} bytes would take {need >> 20} MiB to decode, more than {most >> 20} MiB")
+
+
+def check_webp(data: Data) -> None:
+    """Raise BadImage for a WebP that is too large: libwebp asks for the memory of its pixels when it is opened."""
+    if bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WEBP" and len(data) >= 30:
+        kind, bits = bytes(data[12:16]), int.from_bytes(data[21:25], "little")
+        if kind == b"VP8X":
+            width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        elif kind == b"VP8L":
+            width, height = ((bits >> shift & 0x3FFF) + 1 for shift in (0, 14))
+        else:
+            width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+        _check(width, height, MEMORY["WEBP"], len(data))
+
+
+def check_image(image: Image.Image, size: int) -> None:
+    """Raise BadImage for an image, of which only the header was read, that takes too much memory or time for its `size`
+    in bytes."""
+    _check(*image.size, MEMORY.get(image.format or "", USUAL), size)
+    if any(part[0] in SLOW for part in getattr(image, "tile", ())):
+        values = min(image.width * image.height * len(image.getbands()), size)
+        if values > MAX_SLOW:
+            raise BadImage(f"{values} values that Pillow decodes one after the other, more than {MAX_SLOW}")
+
+
+def _check(width: int, height: int, memory: int, size: int) -> None:
+    check_pixels(width, height)
+    check_memory(f"{width} x {height} pixels", width * height * memory, size)
+
+
+class Frame(NamedTuple):
+    """The frame header of a JPEG."""
+
+    kind: int
+    height: int
+    width: int
+    channels: int
+    values: float  # of all channels for each pixel: those of colours may be fewer than one
+    parts: dict[int, float]  # the same by the number of a channel, which damaged files use twice
+
+
+def check_jpeg(data: Data) -> tuple[int, int, int]:
+    """Return height, width and channels of a JPEG. Raises BadImage for one that would take too much memory or time."""
+    frame = _frame(data)
+    pixels, size = frame.height * frame.width, len(data)
+    check_pixels(frame.width, frame.height)
+    seeming = sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
+    work = seeming * pixels * frame.values
+    if seeming > MAX_SCANS or work > FREE_WORK:
+        scans, values = count_scans(bytes(data), frame.parts)
+        if scans > MAX_SCANS:
+            raise BadImage(f"{scans} scans, more than {MAX_SCANS}")
+        work = values * pixels
+        if work > min(FREE_WORK + PER_BYTE * size, MAX_WORK):
+            what = f"{scans} scans of {frame.width} x {frame.height} pixels"
+            raise BadImage(f"{what} in {size} bytes would take too long to decode")
+    kept = COEFFICIENT * frame.values if frame.kind in PROGRESSIVE or seeming > 1 else 0
+    check_memory(f"{frame.width} x {frame.height} pixels", int(pixels * (OF_JPEG + kept)), size)
+    return frame.height, frame.width, frame.channels
+
+
+def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
+    """Return the number of a JPEG's scans, and how many values they have for each pixel, of which a component has those
+    of `parts`. Bytes that only look like a scan are in thumbnails and, behind the end of the image, in the videos that
+    phones put there."""
+    scans, values, found = 0, 0.0, MARKER.search(data, 2)
+    while found and (kind := data[found.end() - 1]) != END:
+        at = found.end()
+        if kind == SCAN:
+            scans += 1
+            values += sum(parts.get(component, 1) for component in data[at + 3 : at + 3 + 2 * min(data[at + 2], 4) : 2])
+        length = int.from_bytes(data[at : at + 2])
+        # What is below the first frame header has no length for libjpeg where it looks for the next restart.
+        found = MARKER.search(data, at + (length if kind >= FRAME else 0))
+    return scans, values
+
+
+def jpeg_size(data: Data) -> tuple[int, int, int]:
+    """Read height, width and channels from a JPEG's frame header. Raises BadImage when there is none."""
+    frame = _frame(data)
+    return frame.height, frame.width, frame.channels
+
+
+def _frame(data: Data) -> Frame:
+    """Return a JPEG's frame header. Raises BadImage when there is none."""
+    for kind, at in jpeg_segments(data):
+        if is_frame(kind):
+            fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
+            factors = [(both >> 4) * (both & 15) for both in fields[1::3]]
+            shares = [factor / max(1, *factors) for factor in factors]
+            height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
+            parts = dict(zip(fields[::3], shares, strict=False))
+            return Frame(kind, height, width, data[at + 9], sum(shares), parts)
+    raise BadImage("the JPEG ends inside its header")
+
+
+def is_frame(kind: int) -> bool:
+    """Return whether a segment of this kind is a JPEG's frame header."""
+    return 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC)
+
+
+def jpeg_segments(data: Data) -> Iterator[tuple[int, int]]:
+    """Yield the kind and the place of each segment of a JPEG's header. Raises BadImage where the header is damaged."""
+    at = 2
+    for _ in range(MAX_SEGMENTS):
+        if at + 9 >= len(data):
+            return
+        if data[at] != 0xFF:
+            raise BadImage("damaged JPEG header")
+        kind = data[at + 1]
+        if kind == 0xFF:  # a fill byte
+            at += 1
+            continue
+        if kind == 0x01 or 0xD0 <= kind <= 0xD7:  # markers without a length, which libjpeg passes over
+            at += 2
+            continue
+        yield kind, at
+        length = int.from_bytes(data[at + 2 : at + 4])
+        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length behind 0, either
+            raise BadImage("damaged JPEG header")
+        at += 2 + length
+    raise BadImage(f"a JPEG with more than {MAX_SEGMENTS} segments in its header")
