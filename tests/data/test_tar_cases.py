@@ -19,7 +19,8 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.index_file import NAME
-from eagleray.datasets import card
+from eagleray.datasets import card, shards
+from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 
 APPLE = bytes.fromhex("00051607000200004d6163204f532058") + bytes(128)  # what macOS keeps beside a file
@@ -278,6 +279,22 @@ def test_a_first_use_and_data_stats_say_what_is_passed_over(tmp_path: Path) -> N
     line = f"not read  2 symbolic links, {SUM}"
     assert notes[1:] == [line]
     assert line in list(card.lines(card.describe(str(tmp_path), tmp_path)[0]))
+
+
+def test_data_stats_say_so_beside_a_card_too(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    shards.write_shards([shards.Sample(f"a{i}", "jpg", jpeg(i)) for i in range(4)], str(folder))
+    stats = ImageStats()
+    for i in range(4):
+        stats.count(jpeg(i), 20, 20)
+    about = {"source": "folder", "command": "", "licence": "", "listed": 4, "classes": 0, "shards": 1}
+    card.write(str(folder), about | stats.to_json())
+    path = folder / "shard-000000.tar"
+    path.write_bytes(path.read_bytes() + b"junk")
+    write_index(str(folder))
+    said = "\n".join(card.lines(card.describe(str(folder), tmp_path)[0]))
+    assert "source   folder" in said
+    assert "damaged after 4 samples" in said
 
 
 @pytest.mark.parametrize("remote", [False, True])

@@ -165,15 +165,15 @@ def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bytes, boo
     """Return the CRC-32 of an image, of which only a part is in memory at a time, its first bytes, and whether it ends
     in zeros, but an image that begins like it does not."""
     source.seek(offset)
-    data = source.read(min(READ, size))
-    crc, first = crc32(data), data[:START]
+    tail = source.read(min(READ, size))
+    crc, first = crc32(tail), tail[:START]
     for at in range(READ, size, READ):
         data = source.read(min(READ, size - at))
-        crc = crc32(data, crc)
-    if not data.endswith(b"\0"):
+        crc, tail = crc32(data, crc), tail[-TAIL:] + data[-TAIL:]
+    if not tail.endswith(b"\0"):
         return crc, first, False
     end = next((end for start, end in FORMS.items() if first.startswith(start)), None)
-    return crc, first, not data[-TAIL:].rstrip(b"\0").endswith(end) if end else not any(first[:4])
+    return crc, first, not tail[-TAIL:].rstrip(b"\0").endswith(end) if end else not any(first[:4])
 
 
 def _row(key: str, members: list[_Member], blob: Blob) -> Row:

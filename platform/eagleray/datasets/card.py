@@ -150,6 +150,8 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     order = np.random.default_rng(0).permutation(len(index))
     folder = store.absolute(url)
     card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or is_shard(folder, ".") else find(folder)
+    left_out = list(faults(zip(index.shards, index.files, strict=True)).lines())
+    card = card | {"left_out": left_out} if card and left_out else card
     if card and (card.get("options") or {}).get("--channels"):
         return card, []
     if card:
@@ -166,7 +168,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
         "images": len(index),
         "bytes": int(index.size.sum()),
         "quantiles": {name: np.quantile(values, [0.05, 0.5, 0.95]).tolist() for name, values in shapes.items()},
-        "left_out": list(faults(zip(index.shards, index.files, strict=True)).lines()),
+        "left_out": left_out,
     }
     return card, images
 
