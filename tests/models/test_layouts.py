@@ -94,13 +94,25 @@ def moby(state: State) -> dict[str, Any]:
     return {"model": model, "epoch": 3, "max_accuracy": 0.0}
 
 
+def selfpatch(state: State) -> dict[str, Any]:
+    """DINO's, with the aggregation and two heads apart. Its ViT has neither class token nor last norm."""
+    blocks = {f"cls_blocks.{n}.attn.{part}.weight": torch.randn(384, 384) for n in (0, 1) for part in "qkv"}
+    aggregation = under("ca_head.", {"cls_token": torch.randn(1, 1, 384), "norm.bias": torch.randn(384)} | blocks)
+    heads = aggregation | dino_head(384, "c_head.") | dino_head(384, "p_head.")
+    loss = {"center": torch.randn(1, 1, 6), "patch_center": torch.randn(1, 6)}
+    student = under("module.", under("backbone.", negative(state)) | heads)
+    return {"student": student, "teacher": under("backbone.", state) | heads, "dino_loss": loss, "epoch": 3}
+
+
 VIT, SWIN, RESNET = "vit_small_patch16_224", "swin_tiny_patch4_window7_224", "resnet50"
+NO_NORM = {"final_norm": False, "fc_norm": False}
 TWELVE = {"num_heads": 12}  # attention heads of MoCo v3's ViT-S
 AUTHORS: dict[str, tuple[str, Callable[[State], dict[str, Any]], str, dict[str, Any], str]] = {
     "DINO": ("DINO", dino, VIT, {}, "teacher"),
     "DINO, ResNet-50": ("DINO", dino, RESNET, {}, "teacher"),
     "EsViT": ("EsViT", esvit, SWIN, {}, "teacher"),
     "iBOT": ("iBOT", ibot, VIT, {}, "teacher"),
+    "SelfPatch": ("SelfPatch", selfpatch, VIT, {"class_token": False, "global_pool": "avg"} | NO_NORM, "teacher"),
     "DINOv2": ("DINOv2", dinov2, "vit_small_patch14_dinov2", {"img_size": 224}, "teacher"),
     "MoCo v3": ("MoCo v3", moco_v3, VIT, TWELVE, "student"),
     "MoCo v3, ResNet-50": ("MoCo v3", moco_v3, RESNET, {}, "student"),
@@ -173,6 +185,12 @@ def test_the_parts_of_a_method_get_our_names(tmp_path: Path):
     assert of_dino is not None
     assert layout.parts.keys() == of_dino.parts.keys() | {"patch_center", "student.mask_token"}
     assert torch.equal(layout.parts["student.mask_token"], torch.ones(1, 384))
+    layout = recognise(selfpatch(state))
+    assert layout is not None
+    names = ["aggregation.token", "aggregation.blocks.1.attn.k.weight", "aggregation.norm.bias", "head.mlp.0.bias"]
+    names += [f"{head}.last.parametrizations.weight.original1" for head in ("head", "patch_head")]
+    assert {f"{role}.{name}" for role in ("student", "teacher") for name in names} <= layout.parts.keys()
+    assert layout.parts["center"].shape == layout.parts["patch_center"].shape == (6,)
     layout = recognise(dinov2(state))
     assert layout is not None
     assert {"teacher.mask_token", "teacher.head.last.parametrizations.weight.original1"} <= layout.parts.keys()
@@ -231,6 +249,41 @@ def test_registers_are_kept():
     x = torch.randn(2, 3, 56, 56)
     with torch.inference_mode():
         torch.testing.assert_close(ours(x).pooled, theirs(x).pooled)
+
+
+DINOV3 = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_patch16_dinov3_qkvb"])
+def test_dinov3_is_read_with_timms_names_and_its_authors(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The authors' have a bias for keys, which is zero, and their rotary positions are computed."""
+    theirs, ours = backbone(name, DINOV3, seed=1), backbone(name, DINOV3)
+    state = theirs.model.state_dict()
+    names = {"reg_token": "storage_tokens", ".gamma_": ".ls_gamma"}
+    written = {"mask_token": torch.zeros(1, 24), "rope_embed.periods": torch.ones(3)}
+    for key, value in state.items():
+        for new, old in names.items():
+            key = re.sub(r"\.ls_gamma(\d)$", r".ls\1.gamma", key.replace(new, old))
+        if key.endswith("attn.q_bias"):
+            zero = torch.zeros_like(value)
+            written[key.replace("q_bias", "qkv.bias")] = torch.cat([value, zero, state[f"{key[:-6]}v_bias"]])
+            written[key.replace("q_bias", "qkv.bias_mask")] = torch.ones(72)
+        elif not key.endswith("v_bias"):
+            written[key] = value
+    for content in (
+        state,
+        {"model": under("module.backbone.", state)},
+        written,
+        {"teacher": under("backbone.", written)},
+    ):
+        report = fill(ours, plain(through_a_file(tmp_path, content)), whole=True)
+        assert report.share == 1
+        assert not report.missing
+        x = torch.randn(2, 3, 32, 32)
+        with torch.inference_mode():
+            assert torch.equal(ours(x).pooled, theirs(x).pooled)
+            ours.model.norm.weight.zero_()  # for the next
+    assert capsys.readouterr().out == ""
 
 
 def test_registers_that_the_backbone_lacks_are_named():

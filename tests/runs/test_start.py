@@ -93,6 +93,27 @@ def test_another_method_takes_over_what_both_have(tmp_path: Path):
     assert "not taken over: the method has none" in text
 
 
+def test_the_aggregation_of_selfpatch_is_taken_over(tmp_path: Path):
+    """Also from the authors' names. It belongs to the method, and not to the backbone that the method exports."""
+    source, theirs = run_of(tmp_path, "selfpatch", "backbone.pool=mean")
+    names = {"backbone.aggregation.token": "ca_head.cls_token", "backbone.aggregation.blocks.": "ca_head.cls_blocks."}
+    names |= {"backbone.aggregation.": "ca_head.", "backbone.model.": "backbone.", "patch_head.": "p_head."}
+    names |= {"head.": "c_head."}
+    written: dict[str, Any] = {"dino_loss": {k: getattr(theirs, k) for k in ("center", "patch_center")}}
+    for role in "student", "teacher":
+        written[role] = {}
+        for key, value in part(theirs, f"{role}.").items():
+            ours = next(name for name in names if key.startswith(name))
+            authors = key.replace(ours, names[ours], 1).replace("last.parametrizations.weight.original", "last_layer.")
+            written[role][authors.replace("layer.0", "layer.weight_g").replace("layer.1", "layer.weight_v")] = value
+    torch.save(written, tmp_path / "checkpoint.pth")
+    for given, about in (source, "a run of selfpatch"), (str(tmp_path / "checkpoint.pth"), "SelfPatch's authors"):
+        method, *_ = now = started(tmp_path, given, "selfpatch", "backbone.pool=mean")
+        assert same(theirs.state_dict(), method.state_dict())
+        assert about in next(now.table())
+        assert "new: " not in "\n".join(now.table())
+
+
 def test_a_head_of_another_size_is_new(tmp_path: Path):
     source, dino = run_of(tmp_path, "dino")
     ours, *_ = now = started(tmp_path, source, "dino", "method.prototypes=32")

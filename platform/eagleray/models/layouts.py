@@ -1,4 +1,5 @@
-"""The checkpoints that the authors of DINO, EsViT, iBOT, DINOv2, MoCo v3 and MoBY store, recognised by their keys.
+"""The checkpoints that the authors of DINO, EsViT, iBOT, DINOv2, SelfPatch, MoCo v3 and MoBY store, recognised by their
+keys.
 
 Tensors outside of backbones get the names that they have in eagleray's methods; those of a backbone keep the authors'
 names, which `weights.fill` reads.
@@ -10,13 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from eagleray.models.weights import tensors_in
+from eagleray.models.tensor_files import State, tensors_in
 
 STUDENT, TEACHER = "student", "teacher"  # the trained network and its momentum copy, in any method
 WIDTHS = (192, 384, 768, 1024, 1536)  # of the ViTs of DINO, iBOT and DINOv2, whose attention heads have 64 channels
 MOCO_HEADS = 12  # of every ViT of MoCo v3, also of ViT-S
-
-State = dict[str, Tensor]
 
 
 class Layout(NamedTuple):
@@ -35,8 +34,8 @@ def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of DINO, EsViT, iBOT or DINOv2: a teacher, nearly always a student, and centres."""
-    if not isinstance(checkpoint.get(TEACHER), Mapping):
+    """Return a checkpoint of DINO, EsViT, iBOT, DINOv2 or SelfPatch: a teacher, nearly always a student, centres."""
+    if not tensors_in(_mapping(checkpoint, TEACHER)):
         return None
     states = {role: tensors_in(_mapping(checkpoint, role)) for role in (STUDENT, TEACHER)}
     backbones = {role: dict(_dino_backbone(state)) for role, state in states.items()}
@@ -53,13 +52,19 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
 # belong to no method here: where patches share the head of images, they are the first ones again.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
 DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
+DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # of SelfPatch
+NAMES = {"last_layer.": "last.", "cls_token": "token", "cls_blocks.": "blocks."}
+NAMES |= {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
 CENTRES = {"center": "center", "center_grid": "region_center", "center2": "patch_center"}
+CENTRES |= {"patch_center": "patch_center"}
 MASK_TOKENS = ("masked_embed", "mask_token")  # of iBOT, of DINOv2
 
 
 def _dino_authors(checkpoint: Mapping[str, Any], teacher: State) -> str:
     if any(k.startswith("dino_head.") for k in teacher):
         return "DINOv2"
+    if any(k.startswith("ca_head.") for k in teacher):
+        return "SelfPatch"
     if "ibot_loss" in checkpoint or any("last_layer2." in k for k in teacher):
         return "iBOT"
     return "EsViT" if any(k.startswith("head_dense.") for k in teacher) else "DINO"
@@ -76,9 +81,10 @@ def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the heads. The prototypes are weight-normalised by PyTorch's older or newer function."""
     for theirs, ours in DINO_HEADS.items():
         for key in (k for k in state if k.startswith(theirs) and not IBOT_PATCHES.search(k)):
-            name = key.removeprefix(theirs).replace("last_layer.", "last.")
-            name = name.replace("weight_g", "parametrizations.weight.original0")
-            yield ours + name.replace("weight_v", "parametrizations.weight.original1"), state[key]
+            name = key.removeprefix(theirs)
+            for old, new in NAMES.items():
+                name = name.replace(old, new)
+            yield ours + name, state[key]
 
 
 def moco_v3(checkpoint: Mapping[str, Any]) -> Layout | None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 NAMES = (
-    (r"^(?:vit|dinov2|dinov2_with_registers)\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
     (r"^embeddings\.", ""),

@@ -1,45 +1,32 @@
 """Pretrained weights are read from timm or a file of tensors and matched with a backbone, key by key."""
 
-import argparse
 import itertools
 import json
-import re
-import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.models import hub, pixels, transformers_names
+from eagleray.models import hub, pixels
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
-from eagleray.models.resample import has_any_size, shaped, without_class_position
+from eagleray.models.readings import best
+from eagleray.models.resample import shaped, without_class_position
+from eagleray.models.tensor_files import KEY, State, load_tensors, mappings
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
-KEY = "backbone.weights"  # of a recipe, which errors name
-# The keys under which a checkpoint holds its state dict: the first that holds tensors is used. And the prefixes of a
-# backbone's names in it: the first that fits best is used.
-WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "student")  # averages first
-PREFIXES = ("", "backbone.", "base_encoder.", "momentum_encoder.", "encoder_q.", "encoder.", "model.")
-# The classes of options that training scripts store beside their tensors; yacs need not be installed to skip its own.
-OPTIONS: list[Any] = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 # Files beside the weights on the Hub, of transformers and of timm, and their keys for mean and deviation of the pixels.
 CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json": ("mean", "std")}
 REGISTERS = ("reg_token", "register_tokens")
 BUFFERS = {"relative_position_index", "attn_mask"}  # that timm no longer stores
 # What a backbone may lack, and the option with which it has it.
 ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5"} | dict.fromkeys(REGISTERS, "backbone.options.reg_tokens=N")
-CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, and the blocks of all groups
+SOME = 3  # of many keys, which an error names
 
 
 class Weights(NamedTuple):
@@ -49,10 +36,12 @@ class Weights(NamedTuple):
     """
 
     source: str
-    state: dict[str, Tensor]
+    state: State
     heads: dict[str, int]
     key: str = KEY  # of the recipe, which named the source; empty without a recipe
     pixels: Pixels | None = OURS  # with which they were trained; None: the source should say it and does not
+    places: Mapping[str, State] = {}  # instead of `state`: of a file, the tensors of each of its mappings
+    unread: Sequence[str] = ()  # the classes of objects in a file that were not read
 
     @property
     def given(self) -> str:
@@ -78,10 +67,12 @@ class Report:
     left: Sequence[str]
     share: float  # of the backbone's parameters, by number of elements
     warning: str = ""  # about the colours that the weights were trained with
+    choice: str = ""  # which tensors of the source were taken, where others fit as well
 
     def __str__(self) -> str:
         counts = f"{len(self.matched)} tensors matched, {len(self.resized)} resized, {len(self.missing)} missing"
-        return f"{self.source}: {counts}, {len(self.left)} left over; {self.share:.1%} of the backbone's parameters"
+        share = f"{self.share:.1%} of the backbone's parameters{self.choice and '; '}{self.choice}"
+        return f"{self.source}: {counts}, {len(self.left)} left over; {share}"
 
     def lines(self) -> Iterator[str]:
         """Yield the summary and the warning, then a line for every key."""
@@ -93,20 +84,14 @@ class Report:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
-    """Return the tensors of a dictionary, or those under the first of the keys in `WRAPPERS` that holds any.
-
-    Raises UserError when there are none.
-    """
-    wrapped = (tensors_in(tensors[w]) for w in WRAPPERS if isinstance(tensors.get(w), Mapping))
-    named = transformers_names.to_timm(next(filter(None, wrapped), {}) or tensors_in(tensors))
-    if not named:
-        raise UserError(f"{key}={source}: holds no tensors by name")
-    return Weights(source, named, {}, key)
-
-
-def tensors_in(mapping: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a dictionary, by names without what wrappers such as DistributedDataParallel put in."""
-    return {_bare(str(k)): v for k, v in mapping.items() if isinstance(v, Tensor)}
+    """Return the tensors of a file, of which `fill` takes those that fit. Raises UserError when it has none."""
+    places, unread = mappings(tensors)
+    if not places and unread:
+        raise UserError(f"{key}={source}: holds more than tensors; store its state dict alone (it has a {unread[0]})")
+    if not places:
+        keys = f"; its keys are {some(list(map(str, tensors)))}" if tensors else ""
+        raise UserError(f"{key}={source}: holds no tensors by name{keys}")
+    return Weights(source, {}, {}, key, places=places, unread=unread)
 
 
 def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
@@ -122,10 +107,11 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report
     lacks, without which their features are others.
     """
     model = backbone.model
-    own: dict[str, Tensor] = model.state_dict()
-    state = max(_readings(weights.state, model), key=lambda s: _fitting(s, own))
+    own: State = model.state_dict()
+    place, state, others = best(weights.places or {"": weights.state}, model)
     moved = without_class_position(model, state, own)
     fitted = {k: v for k, v in ((k, shaped(model, k, v, own)) for k, v in moved.items()) if v is not None}
+    check_finite(weights, fitted)
     resized = [k for k in fitted if fitted[k].shape != state[k].shape]
     used = {id(state[k]) for k in fitted}
     parameters = {name: p.numel() for name, p in model.named_parameters()}
@@ -134,9 +120,10 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report
         matched=[k for k in fitted if k not in resized],
         resized=[f"{k} {size(fitted[k])} of {size(state[k])}" for k in resized],
         missing=[k + (f" {size(own[k])}, is {size(state[k])}" if k in state else "") for k in own if k not in fitted],
-        left=[k for k, v in weights.state.items() if id(v) not in used],
+        left=[k for k, v in place.tensors.items() if id(v) not in used],
         share=sum(n for name, n in parameters.items() if name in fitted) / sum(parameters.values()),
         warning=_convert(model, weights, fitted),
+        choice=f"taken from {place}; as well would fit {some(others)}" if others else "",
     )
     _check(model, weights, report, fitted, state)
     if whole:
@@ -157,15 +144,23 @@ def _convert(model: nn.Module, weights: Weights, fitted: dict[str, Tensor]) -> s
     )
 
 
+def check_finite(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError when a tensor has a value that is no finite number, with which every loss is none either."""
+    wrong = next((k for k, v in tensors.items() if v.is_floating_point() and not v.isfinite().all()), None)
+    if wrong:
+        raise UserError(f"{weights.given}: {wrong} has values that are NaN or infinite")
+
+
 def _check(
     model: nn.Module, weights: Weights, report: Report, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
     """Check that the weights belong to this architecture. Raises UserError when they do not."""
     given = weights.given
     if report.share < ENOUGH:
-        some = "; ".join(report.missing[:3]) + (f"; and {len(report.missing) - 3} more" if report.missing[3:] else "")
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
-        raise UserError(f"{given}: {much}; missing: {some}")
+        has = f"; it has {some(report.left)}" if report.left else ""
+        has += f"; a {weights.unread[0]} in it was not read" if weights.unread else ""
+        raise UserError(f"{given}: {much}; missing: {some(report.missing)}{has}")
     for name, heads in _heads(model).items():
         if weights.heads.get(name, heads) != heads:
             there = weights.heads[name]
@@ -255,56 +250,9 @@ def hub_pixels(repository: str) -> Pixels | None:
     return None
 
 
-def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
-    """Read a .safetensors or PyTorch file. Raises UserError when it holds more than tensors and plain values."""
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals(OPTIONS):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as e:
-        raise UserError(f"{key}={path}: cannot be read ({type(e).__name__})") from None
-    except Exception as e:  # pickle's, where the file wants to run code
-        why = str(e).split(". ")[0].splitlines()[0]
-        raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone ({why})") from None
-    if not isinstance(state, Mapping):
-        raise UserError(f"{key}={path}: expected tensors by name, found a {type(state).__name__}")
-    return dict(state)
-
-
-def _bare(key: str) -> str:
-    """Return a parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
-    for wrapper in ("module.", "_orig_mod."):
-        key = key.removeprefix(wrapper)
-    return key
-
-
-def _readings(state: dict[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the possible readings of a file: the tensors under each prefix, with their own names, then with timm's."""
-    rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    for below in _below_prefixes(state):
-        yield below
-        try:
-            renamed = rename(dict(below), model) if rename and below else below
-        except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
-            continue
-        # timm's names, but neither its resizing nor its sums of tensors: see resample.py. A name that timm moves, such
-        # as that of a Swin's downsampling, is another tensor there, of another shape.
-        mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
-        yield {k: below[k] if k in mine else v for k, v in renamed.items()}
-
-
-def _below_prefixes(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    for prefix in PREFIXES:
-        below = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        yield below
-        if any(CHUNK.match(k) for k in below):
-            yield {CHUNK.sub(r"blocks.\1", k): v for k, v in below.items()}
-
-
-def _fitting(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> int:
-    """Count the elements of the model's tensors that `state` has in the same shape, or in one that is resampled."""
-    return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or has_any_size(k)))
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    return "; ".join(names[:SOME]) + (f"; and {len(names) - SOME} more" if names[SOME:] else "")
 
 
 def size(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ from eagleray.engine.export_files import export_in
 from eagleray.methods.method import Method
 from eagleray.models import weights
 from eagleray.models.network import HF, TIMM
+from eagleray.models.tensor_files import KEY, load_tensors
 from eagleray.models.weights import Weights
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
@@ -115,11 +116,11 @@ def _load(file: Path) -> Any:
 def pretrained(source: str) -> Weights:
     """Return the weights that `backbone.weights` names: a run, a checkpoint, an export, a file of tensors, `timm:NAME`
     or `hf:NAME`. Raises UserError."""
-    if public := public_weights(source, weights.KEY):
+    if public := public_weights(source, KEY):
         return public
     if file := export_in(source):
         return weights.from_module(source, read_export(file).backbone.model)
-    if (tensors := file_tensors(source, weights.KEY)) is not None:
+    if (tensors := file_tensors(source, KEY)) is not None:
         return weights.from_tensors(source, tensors)
     return weights.from_module(source, restore(source).method.export().model)
 
@@ -138,5 +139,5 @@ def file_tensors(source: str, key: str) -> dict[str, Any] | None:
     check_exists(source, key)
     if store.may_be_folder(source):
         return None
-    tensors = weights.load_tensors(Path(source), key)
+    tensors = load_tensors(Path(source), key)
     return None if tensors.keys() >= KEYS else tensors

@@ -167,7 +167,10 @@ def common_names(method: Method) -> dict[str, str]:
     names = {}
     for key in method.state_dict():
         own = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
-        names[key] = prefixes.get(own, "") + key.removeprefix(own)
+        name = key.removeprefix(own)
+        if own and not name.startswith("backbone.model."):
+            name = name.removeprefix("backbone.")  # a part of the method, such as SelfPatch's aggregation
+        names[key] = prefixes.get(own, "") + name
     return names
 
 
@@ -218,6 +221,7 @@ def take_method(method: Method, source: Source) -> Iterator[PartOrigin]:
         origin = next((p for p in (part, _other_role(part)) if p in theirs), "")
         differ = _difference(tensors, theirs[origin]) if origin else "the source has none"
         if not differ:
+            weights.check_finite(source.weights, {f"{origin}{key}": v for key, v in theirs[origin].items()})
             with torch.no_grad():
                 for key, tensor in tensors.items():
                     tensor.copy_(theirs[origin][key])

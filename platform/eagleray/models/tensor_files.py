@@ -1,0 +1,202 @@
+"""Reads the tensors of files that any trainer wrote, and runs no code of theirs.
+
+PyTorch's restricted reader builds tensors and plain values. Objects of other classes become empty stand-ins, so that
+the options, paths and numbers of NumPy that stand beside the tensors are no obstacle. What would call Python's own
+library, other than for data such as a path or a date, is refused.
+"""
+
+import _compat_pickle
+import builtins
+import pickle
+import pickletools
+import re
+import sys
+import warnings
+import zipfile
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+
+State = dict[str, Tensor]
+
+KEY = "backbone.weights"  # of a recipe, which errors name
+# The modules of Python's own library whose objects are data.
+DATA = {"argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re"}
+DATA |= {"typing", "uuid"}
+LEGACY_PICKLES = 4  # of a file in PyTorch's format before 1.6: its mark, its version, the machine, the content
+NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's codes of plain numbers
+# What DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
+WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")
+CLASS = "stands_for"  # the attribute of a stand-in that names its class
+
+
+def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
+    """Read a .safetensors or PyTorch file, which a key of the recipe names.
+
+    Raises UserError when it is damaged, no mapping or list, or would run code."""
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        named = [(".".join(name), ".".join(_of_python_3(name))) for name in set(_named(path))]
+        stand_ins = [(_stand_in(new), name) for old, new in named for name in {old, new}]
+        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecated types of storage, which are read all the same
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        if "operand" in (reason := _reason(e)):
+            why = "it is no file of PyTorch's, or was stored with another pickle_protocol than PyTorch's"
+            raise UserError(f"{key}={path}: cannot be read ({reason}: {why})") from None
+        raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone ({reason})") from None
+    except (SafetensorError, OSError, EOFError, KeyError, zipfile.BadZipFile) as e:
+        raise UserError(f"{key}={path}: cannot be read ({type(e).__name__})") from None
+    except Exception as e:  # torch reports in many ways that a file is damaged or none of its own
+        raise UserError(f"{key}={path}: cannot be read ({type(e).__name__}: {_reason(e)})") from None
+    if known := class_of(content):
+        raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone (it is a {known})")
+    if isinstance(content, list | tuple) and any(isinstance(part, Mapping) for part in content):
+        content = dict(enumerate(content))
+    if not isinstance(content, Mapping):
+        raise UserError(f"{key}={path}: expected tensors by name, found a {type(content).__name__}")
+    return dict(content)
+
+
+def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
+    """Return the tensors of each mapping that holds some, at any depth, by its place, such as `state_dict`; outer ones
+    come first. And the classes of objects that were not read."""
+    found: dict[str, State] = {}
+    unread: dict[str, None] = {}
+    queue: deque[tuple[str, Mapping[Any, Any] | list[Any] | tuple[Any, ...]]] = deque([("", content)])
+    seen = {id(content)}  # a mapping may hold itself
+    while queue:
+        place, values = queue.popleft()
+        if state := tensors_in(named := values if isinstance(values, Mapping) else dict(enumerate(values))):
+            found[place] = state
+        for name, value in named.items():
+            if known := class_of(value):
+                unread[known] = None
+            elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                queue.append((f"{place}.{name}".removeprefix("."), value))
+    return found, [name for name in unread if not _of_python(name)]
+
+
+def tensors_in(mapping: Mapping[Any, Any]) -> State:
+    """Return the tensors and NumPy's arrays of a mapping, by names without what wrappers put in."""
+    values = ((str(k), v.tensor if isinstance(v, _Array) else v) for k, v in mapping.items())
+    return {bare(k): v for k, v in values if isinstance(v, Tensor)}
+
+
+def bare(name: str) -> str:
+    """Return a parameter's name without the wrappers, wherever they stand."""
+    return WRAPPER.sub("", name)
+
+
+def class_of(value: Any) -> str:
+    """Return the class that an empty stand-in stands for; empty for other values."""
+    return str(vars(value).get(CLASS, "")) if type(value) is Counter and not value else ""
+
+
+def _named(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each object of Python that a file of PyTorch names, without making any."""
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            file.seek(0)
+            for _ in range(LEGACY_PICKLES):
+                yield from _globals(file)
+            return
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                if name.endswith("/data.pkl"):
+                    with archive.open(name) as inner:
+                        yield from _globals(inner)
+
+
+def _globals(file: Any) -> Iterator[tuple[str, str]]:
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "GLOBAL":
+                module, _, name = str(argument).partition(" ")
+                yield module, name
+    except ValueError:  # no pickle, which the reader itself says in words
+        return
+
+
+def _of_python_3(named: tuple[str, str]) -> tuple[str, str]:
+    """Return module and name as Python 3 has them. Pickle writes those of Python 2; PyTorch translates some."""
+    module, name = named
+    return _compat_pickle.NAME_MAPPING.get(named) or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+
+
+def _stand_in(name: str) -> type:
+    """Return a class that stands for another one in a file. Its objects are empty, whatever they are made with."""
+    if name in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
+        return _Array
+    if name == "numpy.dtype":
+        return _Numbers
+    if name == "collections.deque":
+        return type("Deque", (), {"__new__": lambda cls, *_: []})
+    if name == "functools.partial":
+        return type("Partial", (), {"__init__": lambda self, *_: None, "__setstate__": lambda self, _: None})
+
+    def make(cls: type, *_: Any) -> Counter[Any]:
+        if _of_python(name) and not _is_data(name):
+            raise pickle.UnpicklingError(f"it would call {name}")
+        made: Counter[Any] = Counter()  # the type of which the reader allows items as well as any state
+        vars(made)[CLASS] = name
+        return made
+
+    return type("StandIn", (), {"__new__": make})
+
+
+def _of_python(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_data(name: str) -> bool:
+    """Return whether a name of Python's own library is one of data. `getattr` alone calls nothing."""
+    module, _, own = name.partition(".")
+    if module == "builtins":
+        return own == "getattr" or isinstance(getattr(builtins, own, None), type)
+    return module in DATA
+
+
+def _reason(error: Exception) -> str:
+    """Return why PyTorch refused a file, without its advice to trust it."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    return (text.splitlines() or [""])[0].partition(" Please use ")[0].rstrip(".")[:200]
+
+
+class _Numbers:
+    """A data type of NumPy's."""
+
+    def __init__(self, code: Any = "", *_: Any) -> None:
+        self.code, self.order = str(code), "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = ">" if state[1] == ">" else "<"
+
+
+class _Array:
+    """An array of NumPy's, of which plain numbers become a tensor. NumPy's own reader trusts what a file says of the
+    memory of an array."""
+
+    tensor: Tensor | None = None
+
+    def __init__(self, *_: Any) -> None:
+        """The shape comes with the state."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, numbers, column_major, data = state
+        if isinstance(numbers, _Numbers) and NUMBERS.fullmatch(numbers.code) and isinstance(data, bytes):
+            values = np.frombuffer(data, np.dtype(numbers.order + numbers.code))
+            values = values.reshape(shape, order="F" if column_major else "C")
+            self.tensor = torch.from_numpy(values.astype(values.dtype.newbyteorder("="), order="C"))
