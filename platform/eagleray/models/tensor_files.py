@@ -47,7 +47,7 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         named = [(".".join(name), ".".join(_of_python_3(name))) for name in set(_named(path))]
-        stand_ins = [(_stand_in(new), name) for old, new in named for name in {old, new}]
+        stand_ins: list[Any] = [(_stand_in(new), name) for old, new in named for name in {old, new}]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of deprecated types of storage, which are read all the same
             content = torch.load(path, map_location="cpu", weights_only=True)
