@@ -1,9 +1,12 @@
 """Ranks and loader processes: every split of the work gives the same global batches."""
 
+import ctypes
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -22,12 +25,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from eagleray.base import files
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Outage, UserError
 from eagleray.config.view import View
 from eagleray.data import index_file, loader_watch, reader
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
-from eagleray.data.loader import Loader, rows
+from eagleray.data.loader import Loader, of_process, rows
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import Stream
 from eagleray.storage.store import LocalStore
@@ -273,6 +276,76 @@ def one_line(steps: Iterator[Step]) -> str:
     assert text
     assert "\n" not in text
     return text
+
+
+FULL = "unable to allocate shared memory(shm) for file </torch_7_8_9>: No space left on device (28)"
+SMALL = r"a loader process found no room for its views: /dev/shm has [\d.]+ MiB, .*--shm-size=8g .*data\.workers=0$"
+ERRORS = [
+    (RuntimeError(FULL), UserError, SMALL),
+    (ValueError("a\nb"), RuntimeError, "a loader process died: b$"),
+    (KeyError("x" * 999), RuntimeError, f"a loader process died: KeyError: '{'x' * 189}$"),
+    (MemoryError(), RuntimeError, "a loader process died: MemoryError$"),
+    (UserError("x.tar: is damaged"), UserError, r"x\.tar: is damaged$"),
+    (Outage("s3://x did not answer"), Outage, "s3://x did not answer$"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "line"), ERRORS)
+def test_any_error_of_a_loader_process_is_one_line(
+    error: Exception, kind: type[Exception], line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's has the traceback in its text."""
+
+    def fail(*_: Any, **__: Any) -> Iterator[Any]:
+        raise error
+
+    monkeypatch.setattr(Stream, "parts", fail)
+    said, found = "", None
+    try:
+        next(Loader(stream(folder), rank=0, ranks=1, workers=1, device=CPU).batches(0))
+    except Exception as e:
+        said, found = str(e), type(e)
+    assert found is kind
+    assert re.match(line, said)
+    assert len(said) < 300
+
+
+def test_a_bus_error_is_said_as_too_little_shared_memory() -> None:
+    """Where memory cannot be reserved, a loader process dies only as it writes."""
+    text = (
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    )
+    text += "shared memory. Please try to raise your shared memory limit."
+    assert re.match(SMALL, str(of_process(RuntimeError(text))))
+
+
+def test_a_small_folder_of_shared_memory_is_named(folder: Path) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=load_in_64_kib, args=(folder, sender))
+    process.start()
+    sender.close()
+    try:
+        said = receiver.recv()
+    except EOFError:
+        pytest.skip("only root may mount a folder of its own")
+    process.join()
+    assert re.match(SMALL.replace(r"[\d.]+", r"0\.06"), said)
+    assert len(said) < 300
+
+
+def load_in_64_kib(folder: Path, sender: Any) -> None:
+    """Send the error of a loader where there is so little shared memory; nothing where that cannot be made."""
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
+        return
+    for words in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"]):
+        if subprocess.run(["mount", *words]).returncode:
+            return
+    views = Views.of([View(size=96, count=2)])
+    s = dataclasses.replace(stream(folder), views=views)
+    try:
+        next(Loader(s, rank=0, ranks=1, workers=1, device=CPU).batches(0))
+    except UserError as e:
+        sender.send(str(e))
 
 
 @pytest.mark.parametrize("workers", [0, 2, 8])

@@ -16,6 +16,32 @@ def test_scores_are_shown_where_a_record_has_them():
     assert progress_text(record | {"knn/top1": 30.0}).endswith("  bad 2  kNN 30.0 %")
 
 
+LOG = "2026-11-21 14:26:01,123 rank0 {} {}\n".format
+
+
+def test_an_error_that_the_command_prints_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / layout.METRICS).touch()
+    (tmp_path / layout.LOG).touch()
+    error = RuntimeError("a loader process died: no memory")
+    follow = FollowRun(tmp_path, 4)
+    follow.__enter__()
+    lines = [LOG("ERROR", "a store was away"), LOG("WARNING", "slow")]
+    lines += [LOG("ERROR", f"the run failed: RuntimeError: {error}"), "Traceback\n", LOG("INFO", "waiting")]
+    (tmp_path / layout.LOG).write_text("".join(lines))
+    follow.__exit__(RuntimeError, error, None)
+    assert capsys.readouterr().out.splitlines() == ["warning: slow", "error: a store was away", "waiting"]
+
+
+def test_an_error_after_which_the_command_goes_on_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / layout.METRICS).touch()
+    (tmp_path / layout.LOG).write_text("")
+    with FollowRun(tmp_path, 4):
+        (tmp_path / layout.LOG).write_text(LOG("ERROR", "the run failed: RuntimeError: cut") + LOG("INFO", "again"))
+    assert "error: the run failed: RuntimeError: cut" in capsys.readouterr().out
+
+
 def test_the_newest_score_is_shown_with_the_lines_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = {"loss": 1.5, "images_per_s": 99.6, "data_wait": 0.1, "bad_samples": 2}
     scores = [{"knn/top1": 30.0}, {"monitor/knn": 12.0}, {}]

@@ -55,3 +55,14 @@ def test_the_log_of_a_run_says_in_one_line_what_failed(small: Path, tmp_path: Pa
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert said == ["the run failed: RuntimeError: connection reset by a peer"]
     assert "Traceback" in (out / layout.LOG).read_text(), "with where it failed"
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_does_not_miss_it(small: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, Tracking("file:" + str(tmp_path / "mlruns")), command="c")
+    run.__enter__()
+    run.begin(0, 1, resumes=False)
+    run.__exit__(RuntimeError, RuntimeError("no memory"), None)
+    said = [line for line in (out / layout.LOG).read_text().splitlines() if " ERROR " in line or " WARNING " in line]
+    assert "the run failed: RuntimeError: no memory" in said[0]
+    assert not [line for line in said if layout.PLACES in line]

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import threading
 import time
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from eagleray.base import devices
+from eagleray.base import child, devices
+from eagleray.base.errors import Outage, UserError
 from eagleray.config import plugins
 from eagleray.data.batch import Batch
 from eagleray.data.loader_watch import LoaderWatch
@@ -34,6 +36,9 @@ T = TypeVar("T")
 WATCH = 0.5  # seconds between two looks of a loader process whether its parent lives
 POLL = 0.5  # seconds between two calls of `should_stop`
 LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
+SHARED = "/dev/shm"  # through which loader processes hand over what they have read
+OF_PROCESS = "in DataLoader worker process"  # in PyTorch's text of an error of a loader process
+SAID = 200  # characters of an error of a loader process
 LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
 
 
@@ -180,6 +185,7 @@ def ignore_signals(worker: int) -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.STOPS)  # which `begin` held back until here
 
 
 def end_with(parent: int) -> None:
@@ -194,10 +200,28 @@ def end_with(parent: int) -> None:
 
 def begin(loader: DataLoader[T]) -> Iterator[T]:
     """Start the processes of a DataLoader, and return the iterator over what they load."""
-    items = iter(loader)
+    with child.held():
+        items = iter(loader)
     if loader.num_workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises wherever the main thread happens to be
     return items
+
+
+def of_process(error: BaseException) -> BaseException:
+    """Return an error of a loader process in one line; PyTorch's has the traceback of the process in its text."""
+    text = str(error).strip()
+    if ("shared memory" in text or SHARED in text) and os.path.isdir(SHARED):
+        there, free = (f"{round(n / 2**20, 2):g} MiB" for n in shutil.disk_usage(SHARED)[::2])
+        return UserError(
+            f"a loader process found no room for its views: {SHARED} has {there}, {free} free; a larger one helps, in "
+            "containers docker's --shm-size=8g or a volume of medium Memory, and so does data.workers=0"
+        )
+    said = (text.splitlines() or [type(error).__name__])[-1].strip()[:SAID]
+    if OF_PROCESS in text and isinstance(error, UserError | Outage):
+        return type(error)(said.partition(": ")[2])
+    if OF_PROCESS in text or isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
+        return error if isinstance(error, Outage) else RuntimeError(f"a loader process died: {said}")
+    return error
 
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Callable[[float], None]) -> Iterator[T]:
@@ -227,10 +251,9 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
                 continue
             if isinstance(error, StopIteration):
                 return
-            if isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
-                raise RuntimeError(f"a loader process died: {' '.join(str(error).split()) or type(error).__name__}")
             if error:
-                raise error
+                said = of_process(error)
+                raise said from (None if said is error else error)
             requests.release()  # read the next step while this one is used
             yield step  # type: ignore[misc]
             asked = time.monotonic()

@@ -7,7 +7,6 @@ import ast
 import copy
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagleray import config
+from eagleray.base import child
 from eagleray.base.errors import UserError
 from eagleray.base.files import durable_path, write_atomic
 from eagleray.config import plugins
@@ -157,14 +157,13 @@ def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> f
         of_plugin = [plugin.name, scratch] if plugin else []
         done = run_check([json.dumps(call), str(probe), *of_plugin])
     if done.returncode:
-        said = done.stderr.strip() or f"the process that loads it ended with status {done.returncode}"
-        raise UserError(f"{weights}: cannot be loaded: {said.splitlines()[-1]}")
+        raise UserError(f"{weights}: cannot be loaded: {child.words(done)}")
     return float(done.stdout.split()[-1])
 
 
 def run_check(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run CHECK in a new process, so that the export needs nothing that is only in this one."""
-    return subprocess.run([sys.executable, "-c", CHECK, *arguments], capture_output=True, text=True)
+    return child.run_python(CHECK, arguments, text=True)
 
 
 def snippet(folder: Path) -> str:

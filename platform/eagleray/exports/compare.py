@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from eagleray.base import child
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.config.channels import RGB, Channel
@@ -33,7 +32,7 @@ PHOTOGRAPHS = (
     ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
 )
 CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
-PYTHON = (sys.executable, "-c")
+PYTHON = child.PYTHON
 GREY = 2.05  # grey levels of 255: libraries round differently after each of the two passes of a resize
 
 # Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
@@ -138,11 +137,9 @@ def compare(
         for sources in packed.values():
             plugins.write(Path(scratch), sources)
         job["plugins"] = list(packed)
-        done = subprocess.run([*PYTHON, CHECK, json.dumps(job)], capture_output=True, text=True, cwd=scratch)
+        done = child.run_python(CHECK, [json.dumps(job)], PYTHON, text=True, cwd=scratch)
         if done.returncode:
-            said = done.stderr.strip().splitlines() if done.returncode > 0 else []  # a signal leaves no words
-            why = said[-1] if said else f"its process ended with status {done.returncode}"
-            raise UserError(f"{folder}: cannot be loaded: {why}")
+            raise UserError(f"{folder}: cannot be loaded: {child.words(done)}")
         with np.load(outputs) as results:
             theirs, *features = (results[name] for name in results.files)
         images = [decode(f.read_bytes(), source.preprocessing.channels) for f in files]

@@ -21,7 +21,7 @@ from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
-from eagleray.data.loader import begin, ignore_signals, processes
+from eagleray.data.loader import begin, ignore_signals, of_process, processes
 from eagleray.data.reader import pixel_buffer
 from eagleray.protocols.feature_shards import BATCH
 from eagleray.storage.block_cache import Cache
@@ -80,12 +80,16 @@ def batches(
         worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # not the one of the training, from which PyTorch would draw a seed
     )
-    for item in begin(loader):
-        if isinstance(item, Exception):
-            raise item
-        rows, images = item
-        if len(rows):
-            yield rows.tolist(), images
+    try:
+        for item in begin(loader):
+            if isinstance(item, Exception):
+                raise item
+            rows, images = item
+            if len(rows):
+                yield rows.tolist(), images
+    except Exception as e:
+        said = of_process(e)
+        raise said from (None if said is e else e)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from eagleray.base.console import out, shows_live
+from eagleray.base.errors import one_line
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import progress_bar, seconds_left
 from eagleray.runs import layout
@@ -38,6 +39,7 @@ class FollowRun:
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.began = time.monotonic()
         self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
+        self.failure = ""  # of the log, until it is clear that the command does not end with it, which prints it then
         self.next_step, self.printed = 0, self.began  # of the lines where the output is no terminal
         self.start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps")
@@ -53,6 +55,8 @@ class FollowRun:
     ) -> None:
         self.ended.set()
         self.thread.join()
+        if not error or one_line(error) not in self.failure:
+            self._print_failure()
         self.bar.stop()
 
     def _work(self) -> None:
@@ -60,9 +64,11 @@ class FollowRun:
         last = False
         while not last:
             last = self.ended.wait(0.5)
+            records = history(parse_lines(self.metrics.lines()))
+            if records:  # the run goes on
+                self._print_failure()
             for line in self.log.lines():
                 self._print(line)
-            records = history(parse_lines(self.metrics.lines()))
             for record in records:
                 self.scores |= {key: record[key] for key in SCORES.values() if key in record}
             for record in records[-1:]:
@@ -71,8 +77,18 @@ class FollowRun:
     def _print(self, line: str) -> None:
         """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
         parts = line.split(" ", 4)
-        if len(parts) == 5 and parts[3] in ("INFO", "WARNING", "ERROR"):
+        if len(parts) < 5:
+            return
+        if parts[3] == "ERROR":
+            self._print_failure()
+            self.failure = f"error: {parts[4]}"
+        elif parts[3] in ("INFO", "WARNING"):
             out.print(("" if parts[3] == "INFO" else f"{parts[3].lower()}: ") + parts[4], markup=False)
+
+    def _print_failure(self) -> None:
+        if self.failure:
+            out.print(self.failure, markup=False)
+        self.failure = ""
 
     def _show_progress(self, record: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl on the progress bar, or print it where there is no terminal."""

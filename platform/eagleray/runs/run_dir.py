@@ -305,9 +305,10 @@ class RunDir:
 
     def _results(self) -> list[Path]:
         """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
-        its checkpoints are."""
+        its checkpoints are, if it has any."""
         try:
-            blobs = store(self.out).list(f"{self.out}/{layout.CHECKPOINTS}/", "step-")
+            has_any = checkpoint.blobs_of(self.checkpoints)  # a run that failed early has no folder of them
+            blobs = store(self.out).list(f"{self.checkpoints}/", "step-") if has_any else []
             places = [asdict(b) for b in sorted(blobs, key=lambda b: b.url) if not b.url.endswith(".json")]
             files.write_atomic(self.path / layout.PLACES, json.dumps(places, indent=1))
         except (UserError, Outage, OSError) as e:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from eagleray.base import child
+
 MEGA = 1e6
 GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")
 
@@ -43,7 +45,7 @@ class Machine:
             return {}
         command = [self.smi, f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
         try:
-            rows = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+            rows = child.run(command, text=True, timeout=20, check=True).stdout.splitlines()
         except (OSError, subprocess.SubprocessError):
             self.smi = None
             return {}

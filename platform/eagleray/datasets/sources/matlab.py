@@ -3,8 +3,6 @@
 import json
 import pickle
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagleray.base import child
 from eagleray.base.errors import UserError
 from eagleray.storage import store
 
@@ -78,7 +77,7 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
     if unpacked > LARGEST:
         raise UserError(f"{message} (more than {LARGEST} bytes)")
     asked = json.dumps([LARGEST, list(variable_names), squeeze_me])
-    done = subprocess.run([sys.executable, "-c", CHILD, asked], input=data, capture_output=True)
+    done = child.run_python(CHILD, [asked], input=data)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{message} ({said[-1][:200] if said and done.returncode > 0 else 'SciPy crashes on it'})")
