@@ -1,14 +1,18 @@
 """Evaluates expressions of SQL about samples with DuckDB, which can read no files meanwhile.
 
 A run that continues evaluates them anew. So a function that may give another value then, as random() does, is refused.
+An expression has a limit of time and of memory, as those of SQL can go on without an end.
 """
 
 import functools
 import json
+import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -18,6 +22,11 @@ from eagleray.data.selection import check_weights
 
 WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # why a sample is read, or not
 CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written as columns are
+SHOWN = 200  # characters of an expression in an error
+LIMIT = 60.0  # seconds for the values of an expression
+MEMORY = 4 * 2**30  # bytes for them
+GRACE = 5.0  # seconds that DuckDB has to end what it was doing
+LOOK = 0.05  # seconds between two looks at the time and the memory
 CONSTANT_TABLES = ("unnest", "range", "generate_series", "json_each", "json_tree")
 UNSTABLE = f"""
     SELECT DISTINCT function_name FROM duckdb_functions()
@@ -34,8 +43,9 @@ def evaluate(
     """Return the weights (n,) of rows by the expressions of a source, 0 of those that are not `kept` (n,), and for each
     row the position in WHY of the reason. Raises UserError for an expression that is wrong; `there` says which names it
     may use."""
-    where = f"{key}where: {source.where}"
-    weight = f"{key}weight: {source.weight}"
+    where, weight = (
+        f"{key}{k}: {shown(text or '')}" for k, text in (("where", source.where), ("weight", source.weight))
+    )
     why = np.where(kept, WHY.index("read"), WHY.index("excluded")).astype(np.uint8)
     if source.where:
         found = _run(table, source.where, where, there)
@@ -61,29 +71,106 @@ def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedA
     """Return the values of an expression for every row."""
     import duckdb
 
-    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
-        connection.register("samples", table)
-        for setting in ("SET enable_external_access=false", "SET lock_configuration=true"):
-            connection.execute(setting)
-        sql = f"SELECT (\n{expression}\n) AS value FROM samples"
-        expected = "expected columns and functions that depend on them alone"
-        try:
-            parts = list(parts_of(parsed(connection, sql)))
-        except RecursionError:
-            raise UserError(f"{name[:200]}: is nested too deeply") from None
-        if changing := changes_in(parts, table.column_names):
-            raise UserError(f"{name}: {changing[0]} may give another value when the run continues; {expected}")
-        if looks_at_others(parts):
-            raise UserError(f"{name}: looks at other samples, of which it would see only some; {expected}")
-        try:
-            found = connection.sql(sql).to_arrow_table()
-        except (duckdb.Error, RuntimeError, AttributeError) as e:
-            line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            names = f"; there are {there}" if "not found in FROM" in line else ""
-            raise UserError(f"{name}: {line}{names}") from None
+    if any("\ud800" <= c <= "\udfff" for c in expression):  # half a character of UTF-16
+        raise UserError(f"{name}: has half of a character")
+    # It is not closed here: it ends with its last user, which may be a thread that does not stop.
+    connection = duckdb.connect(":memory:", config={"threads": 1, "memory_limit": f"{MEMORY // 2**20}MiB"})
+    connection.register("samples", table)
+    for setting in ("temp_directory=''", "enable_external_access=false", "lock_configuration=true"):
+        connection.execute(f"SET {setting}")
+    sql = f"SELECT (\n{expression}\n) AS value FROM samples"
+    expected = "expected columns and functions that depend on them alone"
+    try:
+        parts = list(parts_of(one_expression(connection, expression, name)))
+    except RecursionError:
+        raise UserError(f"{name}: is nested too deeply") from None
+    if changing := changes_in(parts, table.column_names):
+        raise UserError(f"{name}: {changing[0]} may give another value when the run continues; {expected}")
+    if looks_at_others(parts):
+        raise UserError(f"{name}: looks at other samples, of which it would see only some; {expected}")
+    try:
+        found = within_limits(connection, sql, name)
+    except (duckdb.Error, RuntimeError, AttributeError) as e:
+        names = f"; there are {there}" if "not found in FROM" in str(e) else ""
+        raise UserError(f"{name}: {first_line(e)}{names}") from None
     if found.column_names != ["value"] or len(found) != len(table):
         raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
     return found["value"]
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a text in one line, as an error shows it."""
+    return " ".join(text.split())[:SHOWN].encode(errors="backslashreplace").decode()
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of DuckDB's."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def within_limits(connection: Any, sql: str, name: str) -> pa.Table:
+    """Return the result of a statement. Raises UserError, beginning with `name`, when it takes more than LIMIT seconds
+    or MEMORY bytes, and what DuckDB raises."""
+    found: list[pa.Table | Exception] = []
+
+    def work() -> None:
+        try:
+            found.append(connection.sql(sql).to_arrow_table())
+        except Exception as e:
+            found.append(e)
+
+    # In a thread, which cannot keep this one from going on: DuckDB looks only between two blocks of rows whether it
+    # was interrupted, and does not count all of its memory.
+    thread = threading.Thread(target=work, name="expression", daemon=True)
+    memory, began = psutil.Process(), time.monotonic()
+    before, over = memory.memory_info().rss, ""
+    thread.start()
+    while not over and thread.is_alive():
+        thread.join(LOOK)
+        if time.monotonic() - began > LIMIT:
+            over = f"takes more than {LIMIT:g} s"
+        elif memory.memory_info().rss - before > MEMORY:
+            over = f"takes more than {MEMORY / 2**30:g} GiB of memory"
+    if over:
+        connection.interrupt()
+        thread.join(GRACE)
+        raise UserError(f"{name}: {over}, the limit of an expression over all samples")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def one_expression(connection: Any, expression: str, name: str) -> Any:
+    """Return the tree of an expression. Raises UserError, beginning with `name`, when the text is not exactly one
+    expression, and RecursionError for a very deep one.
+
+    It is read as the one element of a list: a text that closes the bracket, adds a statement or a second value makes
+    another tree of all that is around it."""
+    import duckdb
+
+    sql = f"SELECT [\n{expression}\n] AS value FROM samples"
+    try:
+        connection.extract_statements(f"SELECT (\n{expression}\n) AS value FROM samples")  # for the words of its errors
+        found, plain = (parsed(connection, text) for text in (sql, "SELECT [\n0\n] AS value FROM samples"))
+    except duckdb.Error as e:
+        raise UserError(f"{name}: {first_line(e)}") from None
+    elements = _take_elements(found)
+    _take_elements(plain)
+    if len(elements) != 1 or found != plain:
+        raise UserError(f"{name}: expected one expression, which gives one value")
+    return elements[0]
+
+
+def _take_elements(tree: Any) -> list[Any]:
+    """Remove the elements of the only list that a statement selects from its tree, as well as the places in the text,
+    and return the elements. None for a statement of another form."""
+    statements = tree.get("statements") or [{}]
+    selected = statements[0].get("node", {}).get("select_list") or [{}]
+    elements: list[Any] = next((selected[0].pop(key) for key in ("arguments", "children") if key in selected[0]), [])
+    for part in parts_of(tree):
+        part.pop("query_location", None)
+        part.pop("query_location_length", None)
+    return list(elements)
 
 
 @functools.cache
@@ -102,10 +189,11 @@ def parsed(connection: Any, sql: str) -> Any:
 
 
 def looks_at_others(parts: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the value for a row of `samples` depends on other rows, by a window or by a subquery. Only some
-    of all are in the table, and DuckDB gives the values of a window in another order than that of the rows."""
-    tables = [part["table_name"].lower() for part in parts if part.get("table_name")]
-    return tables.count("samples") > 1 or any(part.get("class") == "WINDOW" for part in parts)
+    """Return whether the value of an expression for a row of `samples` depends on other rows, by a window or by a
+    subquery. Only some of all are in the table, and DuckDB gives the values of a window in another order than that of
+    the rows."""
+    tables = {part["table_name"].lower() for part in parts if part.get("table_name")}
+    return "samples" in tables or any(part.get("class") == "WINDOW" for part in parts)
 
 
 def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> list[str]:
