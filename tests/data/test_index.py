@@ -483,7 +483,7 @@ class ManyShards(LocalStore):
     """A bucket of many shards."""
 
     def list(self, url: str, start: str = "", *, patience: float = 0.0) -> list[Blob]:
-        return [Blob(f"{url}{n:04d}.tar", 2048, "s3:tag") for n in range(2000)]
+        return [Blob(f"{url}{n:04d}.tar", 2048, "s3:tag") for n in range(2000)] if url.endswith("/") else []
 
     def tag(self, blob: Blob) -> str:
         return blob.tag

@@ -192,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
             items = [
                 {"name": n, "size": str(len(files[n].data)), "generation": str(files[n].generation)} for n in names
             ]
-            raise Answer(200, json.dumps({"items": items, "prefixes": folders, "nextPageToken": marker}).encode())
+            said = {"kind": "storage#objects", "items": items, "prefixes": folders, "nextPageToken": marker}
+            raise Answer(200, json.dumps(said).encode())
         file = files.get(unquote(key[0]))
         if file is None:
             raise Answer(404, f"No such object: {bucket}/{key[0]}".encode())
@@ -202,9 +203,10 @@ class _Handler(BaseHTTPRequestHandler):
             del files[unquote(key[0])]
             raise Answer(204)
         if self.query.get("alt") == "media":
-            self.part(file)
+            self.part(file, **{"x-goog-generation": str(file.generation)})
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(file.written)) + f".{int(file.written % 1 * 1000):03d}Z"
-        raise Answer(200, json.dumps({"generation": str(file.generation), "timeCreated": when}).encode())
+        said = {"kind": "storage#object", "generation": str(file.generation), "timeCreated": when}
+        raise Answer(200, json.dumps(said).encode())
 
     def upload(self, _: str, rest: str) -> None:
         bucket, cloud = rest.split("/")[3], self.server.cloud
@@ -215,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             cloud.sessions[f"{bucket}/{key}"] = bytearray()
             raise Answer(200, Location=f"http://{self.headers['Host']}/session/{quote(f'{bucket}/{key}')}")
         cloud.write(bucket, key, self.body)
-        raise Answer(200, b"{}")
+        raise Answer(200, b'{"kind": "storage#object"}')
 
     def piece(self, _: str, rest: str) -> None:
         cloud, rest = self.server.cloud, unquote(rest)
@@ -233,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             bucket, _, key = rest.partition("/")
             if key not in cloud.files[bucket] or cloud.files[bucket][key].data != data:
                 cloud.write(bucket, key, bytes(data))
-            raise Answer(200, b"{}")
+            raise Answer(200, b'{"kind": "storage#object"}')
         raise Answer(308, **({"Range": f"bytes=0-{len(data) - 1}"} if data else {}))
 
     # Azure Blob Storage

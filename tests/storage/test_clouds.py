@@ -22,7 +22,7 @@ from eagleray.data.tar_scan import Row
 from eagleray.datasets import pack
 from eagleray.storage import az, error_classes, gs, http_body, rest, retry, store
 from eagleray.storage.blob import Blob
-from eagleray.storage.rest import body_of
+from eagleray.storage.http_body import body_of
 from eagleray.storage.store import Store
 
 SCHEMES = ("gs", "az")
@@ -313,7 +313,6 @@ def test_a_slow_transfer_is_begun_anew(
     url = f"{folder}/x"
     at(url).write(url, bytes(2**18))
     monkeypatch.setattr(http_body, "GRACE", 0.3)
-    monkeypatch.setattr(http_body, "PIECE", 2**14)
     proxy.faults = Faults(rate=32 * 2**10)
     with pytest.raises(Outage, match=r"stalled: .* bytes in"):
         at(url).read(url, 0, 2**18, patience=0.1)

@@ -70,7 +70,7 @@ def test_ranges_are_exact_and_a_replaced_file_is_refused(cloud: Cloud, web: str,
 def test_a_server_that_ignores_ranges_is_refused(web: str) -> None:
     url = f"{web.replace('/web/', '/whole/')}/x-000.tar"
     for attempt in (lambda: store.list_shards(url), lambda: store.store(url).read(url, 0, 5)):
-        assert "the server ignores Range (it answered 200, Content-Range ''); expected 206" in one_line(attempt)
+        assert "the server ignores Range (it answered 200); expected 206" in one_line(attempt)
 
 
 def test_the_web_server_of_python_ignores_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,9 @@ def test_somebody_is_told_of_a_long_wait_and_not_at_every_attempt(
         call_with_retries("u", failing(10**9)[1], patience=600)  # type: ignore[arg-type]
     assert 2 <= len(caplog.records) <= 10
     assert "u: SlowDown; tried" in caplog.text
+    seconds = [int(re.search(r"in (\d+) s", r.getMessage())[1]) for r in caplog.records]  # type: ignore[index]
+    assert seconds[0] < 30
+    assert max(b - a for a, b in itertools.pairwise(seconds)) < 80 + 2 * retry.LONGEST
 
 
 @pytest.mark.parametrize("error", [UserError("no"), KeyError("bug")])

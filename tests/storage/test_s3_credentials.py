@@ -68,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Range", "bytes 2-4/7")
+        self.send_header("ETag", '"abc"')
         self.end_headers()
         self.wfile.write(body)
 

@@ -42,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200 if listing else 206)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"abc"')
+        self.send_header("Content-Range", "bytes 2-4/7")
         self.end_headers()
         self.wfile.write(body)
 

@@ -28,7 +28,8 @@ from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, tables_beside
 from eagleray.data.selection import Selection, check_weights
 from eagleray.storage.braces import expand_braces
-from eagleray.storage.store import absolute, store
+from eagleray.storage.literal import SPECIAL
+from eagleray.storage.store import absolute, store, what_is
 
 log = logging.getLogger(__name__)
 KEY = "data.train"
@@ -294,8 +295,11 @@ class Measured:
 
 
 def files_of(url: str) -> list[str]:
-    """Return the files that a URL names, which may have braces, and wildcards in the file name. Raises UserError."""
+    """Return the files that a URL names, which may have braces, and wildcards in the file name, unless there is a file
+    of this very name. Raises UserError."""
     files: list[str] = []
+    if SPECIAL & set(url) and what_is(absolute(url)) == "file":
+        return [absolute(url)]
     for one in expand_braces(url):
         folder, _, name = absolute(one).rpartition("/")
         if any(c in name for c in "*?["):

@@ -19,6 +19,7 @@ from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
 from eagleray.data.tar_scan import LARGEST, READ, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
+from eagleray.storage.local_files import files_below
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.shard_names import is_shard
 
@@ -67,15 +68,15 @@ def holds_images(folder: str) -> bool:
     root = store.folder_of(folder)
     if root is None or not root.is_dir():
         return False
-    if any(is_shard(entry.name) for entry in os.scandir(root)):
+    if any(is_shard(entry.name) and not entry.is_dir() for entry in os.scandir(root)):
         return False
-    return any(_is_image(path) for path in store.files_below(root, hidden=False))
+    return any(_is_image(path) for path in files_below(root, hidden=False))
 
 
 def list_images(folder: str) -> Listing:
     """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
     root, sizes, others = store.local_path(folder), {}, Counter[str]()
-    for path in store.files_below(root, hidden=False):
+    for path in files_below(root, hidden=False):
         if not _is_image(path):
             if path != "index.parquet":
                 others[extension(path)] += 1

@@ -23,8 +23,8 @@ from eagleray.data.quarantine import BadSample, broken
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.braces import expand_braces
 from eagleray.storage.retry import PATIENCE
+from eagleray.storage.store import Pattern
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
@@ -248,29 +248,26 @@ class Listing:
     """The tars and the local folders of images that some URLs select, with one listing of every folder."""
 
     sources: list[Source]
-    tars: list[str]  # URLs
+    patterns: list[list[Pattern]]  # of each source
     folders: list[str]
-    blobs: list[Blob]  # of the tars
-    unread: dict[str, str]  # by folder: what is said of tars that are no shards
+    tars: dict[Pattern, list[Blob]]
+    unread: dict[str, str]  # what is said of tars that are no shards, by folder
+
+    @property
+    def blobs(self) -> list[Blob]:
+        """The tars, each once, in the order of their URLs."""
+        return sorted({b.url: b for blobs in self.tars.values() for b in blobs}.values(), key=lambda b: b.url)
 
     def sources_of(self) -> dict[str, Source]:
         """Return the source of each shard, by its URL.
 
         Raises UserError when a shard is listed twice, and what is said of it differs.
         """
-        by_folder: dict[str, list[str]] = {}
-        for blob in self.blobs:
-            by_folder.setdefault(store.parent(blob.url), []).append(blob.url)
         out: dict[str, Source] = {}
-        for source in self.sources:
-            for pattern in store.patterns(source.url):
-                if not pattern.name and pattern.folder in self.folders:
-                    urls = [f"{pattern.folder}/{image_folder.NAME}"]
-                elif pattern.is_glob:
-                    urls = [u for u in by_folder.get(pattern.folder, []) if pattern.matches(u.rpartition("/")[2])]
-                else:
-                    urls = [f"{pattern.folder}/{pattern.name}"]
-                for url in urls:
+        for source, patterns in zip(self.sources, self.patterns, strict=True):
+            for pattern in patterns:
+                images = f"{pattern.folder}/{image_folder.NAME}"
+                for url in [b.url for b in self.tars[pattern]] if pattern in self.tars else [images]:
                     other = out.setdefault(url, source)
                     if replace(other, url="") != replace(source, url=""):
                         raise UserError(
@@ -284,10 +281,14 @@ def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
     """List the data that some URLs select. Raises UserError."""
     given = [urls] if isinstance(urls, str) else urls
     sources = [Source(url=u) if isinstance(u, str) else u for u in given]
-    tars, folders = _split([s.url for s in sources])
+    if not sources:
+        raise UserError("no shards are given")
+    patterns = [list(store.patterns(s.url, patience)) for s in sources]
+    wholes = dict.fromkeys(p.folder for ps in patterns for p in ps if not p.name)
+    folders = [folder for folder in wholes if image_folder.holds_images(folder)]
     unread = dict[str, str]()
-    blobs = store.list_shards(tars, patience=patience, unread=unread) if tars or not folders else []
-    return Listing(sources, tars, folders, blobs, unread)
+    tars = store.select([p for ps in patterns for p in ps if p.name or p.folder not in folders], patience, unread)
+    return Listing(sources, patterns, folders, tars, unread)
 
 
 ShardFiles = list[tuple[Blob, File]]
@@ -302,7 +303,7 @@ def _folders(
         yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
     for folder, tars in listed.unread.items():
         note(f"{folder}: not read: {tars}")
-    globs = [p for url in listed.tars for p in store.patterns(url) if p.is_glob]  # shards that are named are there
+    globs = [p for p in listed.tars if p.is_glob]  # shards that are named are there
     by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
         with ThreadPoolExecutor(THREADS) as pool:  # a local file is opened for its tag
@@ -331,18 +332,6 @@ def _folders(
             for line in lines_of_passed({name(b): known[name(b)].passed.get(name(b), Counter()) for b in new}):
                 note(line)
         yield [(b, known[name(b)]) for b in mine]
-
-
-def _split(urls: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the URLs of tars, and the local folders of images."""
-    tars: list[str] = []
-    folders: list[str] = []
-    for url in urls:
-        wholes = [p.folder for p in store.patterns(url) if not p.name]
-        images = [folder for folder in wholes if image_folder.holds_images(folder)]
-        folders += [folder for folder in images if folder not in folders]
-        tars += [p for p in expand_braces(store.absolute(url)) if p.rstrip("/") not in images] if images else [url]
-    return tars, folders
 
 
 def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None) -> tuple[Blob, File]:

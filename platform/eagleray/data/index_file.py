@@ -6,6 +6,7 @@ of a shard are read only when they are needed.
 
 import hashlib
 import json
+import os
 import tempfile
 import threading
 from collections import Counter
@@ -69,7 +70,7 @@ class File:
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._pages: dict[int, int] = {}  # bytes of the largest page of each row group that has been read
-            self._map = pa.memory_map(str(path))  # the file itself may be replaced or moved meanwhile
+            self._map = pa.memory_map(os.fsencode(path))  # the file itself may be replaced or moved meanwhile
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)

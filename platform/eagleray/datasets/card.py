@@ -16,7 +16,6 @@ from eagleray.data.index_faults import faults
 from eagleray.data.pixels import read_pixels
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
-from eagleray.storage.shard_names import is_shard
 
 NAME = "dataset.json"
 SAMPLE = 1000  # images that are decoded where there is no card
@@ -148,8 +147,8 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     """
     index = open_index(url, spare)
     order = np.random.default_rng(0).permutation(len(index))
-    folder = store.absolute(url)
-    card = None if any(c in folder.rpartition("/")[2] for c in "*?[{") or is_shard(folder, ".") else find(folder)
+    selected = list(store.patterns(url))
+    card = find(selected[0].folder) if len(selected) == 1 and not selected[0].name else None
     left_out = list(faults(zip(index.shards, index.files, strict=True)).lines())
     card = card | {"left_out": left_out} if card and left_out else card
     if card and (card.get("options") or {}).get("--channels"):

@@ -12,10 +12,13 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode
 from xml.etree import ElementTree
 
+from eagleray.storage.answers import understood
 from eagleray.storage.az_account import Accounts
 from eagleray.storage.blob import Blob
+from eagleray.storage.http_body import body_of
+from eagleray.storage.listing import Page
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
+from eagleray.storage.rest import Refused, RestStore, bucket_and_key
 from eagleray.storage.retry import PATIENCE, Transient
 
 PART = 16 * 2**20  # bytes; a larger file is uploaded in blocks of this size
@@ -71,8 +74,10 @@ class AzStore(RestStore):
             tree = ElementTree.fromstring(body.removeprefix(b"\xef\xbb\xbf"))
         except ElementTree.ParseError as e:
             raise Transient(f"a listing that is no XML: {e}") from None
+        if tree.tag != "EnumerationResults":
+            raise Transient(f"expected a listing, got XML of the kind {tree.tag[:40]!r}")
         blobs = [
-            Blob(f"az://{bucket}/{_name(b)}", int(b.findtext("Properties/Content-Length") or 0), _tag(b))
+            Blob(f"az://{bucket}/{_name(b)}", int(b.findtext("Properties/Content-Length", "none")), _tag(b))
             for b in tree.iterfind("Blobs/Blob")
             if b.findtext("Properties/ResourceType") != "directory"
         ]
@@ -87,17 +92,21 @@ class AzStore(RestStore):
         line = f"{code or status}: {' '.join(found[1].split())}" if found else code or f"status {status}"
         return Refused(status, code, line[:400], missing=code == "BlobNotFound")
 
+    def _tag_said(self, headers: Mapping[str, str]) -> str:
+        return f"az:{headers['ETag']}" if "ETag" in headers else ""
+
     def look(self, url: str) -> tuple[bytes, float]:
         def run() -> tuple[bytes, float]:
             data, headers = self._whole(url)
-            now, written = (parsedate_to_datetime(headers[name]) for name in ("Date", "Last-Modified"))
-            return data, (now - written).total_seconds()
+            with understood("the age of a file"):
+                now, written = (parsedate_to_datetime(headers[name]) for name in ("Date", "Last-Modified"))
+                return data, (now - written).total_seconds()
 
         return self._call("read", url, run, PATIENCE)
 
     def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
         headers = BLOB | ({"If-None-Match": "*"} if new else {})
-        body_of(self._ask("PUT", *bucket_and_key(url), headers=headers, body=data))
+        stored(self._ask("PUT", *bucket_and_key(url), headers=headers, body=data))
 
     def _exists(self, error: Refused) -> bool:
         return super()._exists(error) or error.code == "BlobAlreadyExists"
@@ -114,7 +123,7 @@ class AzStore(RestStore):
         where, length = bucket_and_key(url), max(PART, -(-size // MOST_PARTS))
 
         def ask(query: dict[str, str], body: bytes) -> None:
-            self._call("write", url, lambda: body_of(self._ask("PUT", *where, query=query, body=body)), patience)
+            self._call("write", url, lambda: stored(self._ask("PUT", *where, query=query, body=body)), patience)
 
         def part(number: int) -> str:
             name = base64.b64encode(f"{number:08d}".encode()).decode()
@@ -129,14 +138,23 @@ class AzStore(RestStore):
         ask({"comp": "blocklist"}, f'<?xml version="1.0" encoding="utf-8"?><BlockList>{blocks}</BlockList>'.encode())
 
 
+def stored(response: Any) -> None:
+    """Raises Transient for an answer to a PUT that is not the store's: the page of a proxy has the status 200."""
+    body_of(response)
+    if response.status != 201:
+        raise Transient(f"expected 201 for what was written, got {response.status}")
+
+
 def _name(element: ElementTree.Element) -> str:
     """Return the name of a blob or folder, which is encoded where XML does not allow its letters."""
     name = element.find("Name")
-    assert name is not None
+    if name is None:
+        raise Transient("a listing in which a file has no name")
     return unquote(name.text or "") if name.get("Encoded") == "true" else name.text or ""
 
 
 def _tag(blob: ElementTree.Element) -> str:
     """Return the ETag in quotes, as headers have it; listings leave them out."""
-    etag = (blob.findtext("Properties/Etag") or "").strip('"')
+    if not (etag := (blob.findtext("Properties/Etag") or "").strip('"')):
+        raise Transient("a listing in which a file has no ETag")
     return f'az:"{etag}"'

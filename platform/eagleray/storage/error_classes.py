@@ -54,6 +54,7 @@ TABLE = (
     _rule(Kind.DENIED, "AccessDenied InvalidAccessKeyId SignatureDoesNotMatch AllAccessDisabled AccountProblem", S3),
     _rule(Kind.DENIED, "AccessDeniedException InvalidClientTokenId UnrecognizedClientException NotAuthorized", COMMON),
     _rule(Kind.DENIED, "UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired SSLError", BOTOCORE),
+    _rule(Kind.LASTING, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException", S3),
     _rule(Kind.WAIT, "408 425 429 500 502 503 504 507 509", "RFC 9110 and 6585; MLflow's REST API uses these statuses"),
     _rule(Kind.RENEW, "401", "RFC 9110: no valid credentials; OpenStack Swift for a token that has expired"),
     _rule(Kind.DENIED, "403", "RFC 9110"),
@@ -66,7 +67,9 @@ def kind_of(*names: str | int) -> Kind:
         for rule in TABLE:
             if name in rule.errors:
                 return rule.kind
-    return Kind.WAIT if any(isinstance(n, int) and n >= 500 for n in names) else Kind.LASTING
+    # A success that was not asked for and a redirection are a proxy's, such as one that asks for a login.
+    passing = any(isinstance(n, int) and (n >= 500 or 200 <= n < 400) for n in names)
+    return Kind.WAIT if passing else Kind.LASTING
 
 
 def passes(kind: Kind, *, allowed_before: bool) -> bool:

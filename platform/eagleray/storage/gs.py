@@ -15,15 +15,18 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.storage.answers import understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.fork_lock import ForkLock
-from eagleray.storage.rest import Page, Refused, RestStore, body_of, bucket_and_key
+from eagleray.storage.http_body import body_of
+from eagleray.storage.listing import Page
+from eagleray.storage.rest import Refused, RestStore, bucket_and_key
 from eagleray.storage.retry import PATIENCE, Transient
 
 HOST = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 PIECE = 32 * 2**20  # bytes of a request of an upload, a multiple of 256 KiB; larger files are sent in several
-FIELDS = "nextPageToken,prefixes,items(name,size,generation)"
+FIELDS = "kind,nextPageToken,prefixes,items(name,size,generation)"
 UNSIGNED = "; no Google credentials were found, so the request was anonymous"
 INCOMPLETE = 308  # the answer to a piece of an upload that is not the last
 
@@ -58,7 +61,8 @@ class GsStore(RestStore):
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
         query = {"prefix": prefix, "delimiter": delimiter, "pageToken": marker, "fields": FIELDS}
-        said = _json(self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v}))
+        answer = self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v})
+        said = _json(answer, "storage#objects")
         return Page(
             [
                 Blob(f"gs://{bucket}/{o['name']}", int(o["size"]), f"gs:{o['generation']}")
@@ -76,21 +80,28 @@ class GsStore(RestStore):
             text = " ".join(str(error["message"]).split())[:300]
             reason = str(error["errors"][0]["reason"])
         no_bucket = re.search(r"(?i)bucket\b.*\bdoes not exist", text)
-        return Refused(status, reason, f"{status} {text}".strip(), missing=status == 404 and not no_bucket)
+        proxy = body.lstrip().startswith(b"<")  # the service answers in JSON, and with a line for a missing file
+        return Refused(status, reason, f"{status} {text}".strip(), status == 404 and not no_bucket and not proxy)
+
+    def _tag_said(self, headers: Mapping[str, str]) -> str:
+        return f"gs:{headers['x-goog-generation']}" if "x-goog-generation" in headers else ""
 
     def look(self, url: str) -> tuple[bytes, float]:
         def run() -> tuple[bytes, float]:
             try:
-                about = _json(self._ask("GET", _path(url), {"fields": "generation,timeCreated"}))
-                data, headers = self._whole(url, about["generation"])
+                about = _json(self._ask("GET", _path(url), {"fields": "kind,generation,timeCreated"}), OBJECT)
+                with understood("what is said of a file"):
+                    generation = int(about["generation"])
+                    written = datetime.fromisoformat(about["timeCreated"].replace("Z", "+00:00"))
+                data, headers = self._whole(url, f"gs:{generation}")
             except Refused as e:
                 if e.missing:
                     raise FileNotFoundError(url) from None
                 if e.status == 412:
                     raise Transient("has been written a moment ago") from None
                 raise
-            written = datetime.fromisoformat(about["timeCreated"].replace("Z", "+00:00"))
-            return data, (parsedate_to_datetime(headers["Date"]) - written).total_seconds()
+            with understood("the time of an answer"):
+                return data, (parsedate_to_datetime(headers["Date"]) - written).total_seconds()
 
         return self._call("read", url, run, PATIENCE)
 
@@ -100,7 +111,7 @@ class GsStore(RestStore):
     def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
         bucket, key = bucket_and_key(url)
         query = {"uploadType": "media", "name": key} | ({"ifGenerationMatch": "0"} if new else {})
-        body_of(self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=data))
+        _json(self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=data), OBJECT)
 
     def _put(self, url: str, source: Path, patience: float) -> None:
         with source.open("rb", buffering=0) as file:
@@ -125,9 +136,11 @@ class GsStore(RestStore):
         query = {"uploadType": "resumable", "name": key}
         response = self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=b"")
         body_of(response)
-        return str(response.headers["Location"])
+        with understood("the beginning of an upload"):
+            return str(response.headers["Location"])
 
 
+OBJECT = "storage#object"
 BINARY = {"Content-Type": "application/octet-stream"}
 
 
@@ -138,25 +151,37 @@ class _Upload:
         self.ask, self.session, self.file, self.size = ask, session, file, size
         self.done = False
         self._at: int | None = 0  # bytes that the store has; None: it has to be asked
+        self._sent = 0
 
     def piece(self) -> None:
         """Send the next piece, from where the store is: the answer to the piece before may have been lost."""
         if self._at is None:
-            self._note(self._send({"Content-Range": f"bytes */{self.size}"}, b""))
+            self._note(self._send({"Content-Range": f"bytes */{self.size}"}, b""), self._sent)
             if self.done:
                 return
         at, self._at = self._at or 0, None
         data = os.pread(self.file, PIECE, at)
-        self._note(self._send({"Content-Range": f"bytes {at}-{at + len(data) - 1}/{self.size}"}, data))
+        self._sent = max(self._sent, at + len(data))
+        self._note(self._send({"Content-Range": f"bytes {at}-{at + len(data) - 1}/{self.size}"}, data), self._sent)
+        if not self.done and self._at == at:
+            raise Transient(f"an upload that stays at {at} of {self.size} bytes")
 
     def _send(self, headers: dict[str, str], data: bytes) -> Any:
         return self.ask("PUT", self.session, headers=headers, body=data, expected=(200, 201, INCOMPLETE))
 
-    def _note(self, response: Any) -> None:
+    def _note(self, response: Any, sent: int) -> None:
+        """Note how many bytes the store has, of which some were `sent`."""
+        if response.status != INCOMPLETE:
+            _json(response, OBJECT)
+            self.done = True
+            return
         body_of(response)
-        self.done = response.status != INCOMPLETE
         said = response.headers.get("Range")  # none before the first byte
-        self._at = int(said.rpartition("-")[2]) + 1 if said else 0
+        with understood("how far an upload is"):
+            at = int(said.rpartition("-")[2]) + 1 if said else 0
+        if not 0 <= at <= sent or at == self.size:
+            raise Transient(f"the store says that it has {at} of {self.size} bytes, of which {sent} were sent")
+        self._at = at
 
     def abort(self) -> None:
         """Let the store forget the pieces."""
@@ -231,9 +256,12 @@ def _path(url: str) -> str:
     return f"/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
 
 
-def _json(response: Any) -> Any:
-    """Return what an answer says. Raises Transient for one that is no JSON, as a proxy between may send."""
+def _json(response: Any, kind: str) -> Any:
+    """Return what an answer says. Raises Transient for one of another kind, as a proxy between may send."""
     try:
-        return json.loads(body_of(response))
-    except ValueError as e:
+        said = json.loads(body_of(response))
+    except (ValueError, RecursionError) as e:
         raise Transient(f"an answer that is no JSON: {e}") from None
+    if not isinstance(said, dict) or said.get("kind") != kind:
+        raise Transient(f"expected a {kind}, got another answer")
+    return said

@@ -1,35 +1,130 @@
-"""Reads the body of an HTTP answer straight from its socket into a buffer, under a floor on speed."""
+"""Reads the answers of HTTP servers: under a floor on speed, from their first byte on, and straight into a buffer.
 
+The floor lies under the reader of a connection, where every byte passes, so it holds for heads and errors as well as
+for bodies, whoever asks. A limit on the time between two bytes alone never ends a server that trickles.
+"""
+
+import io
 import time
+from collections.abc import Mapping
+from http.client import HTTPResponse
 from typing import Any
 
 from eagleray.storage.blob import new_buffer
 from eagleray.storage.retry import Transient
 
 READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
-GRACE = 20.0  # seconds after which a transfer slower than SLOWEST is aborted
+GRACE = 20.0  # seconds that an answer may be behind SLOWEST; it may begin as late
+PROCESSING = 300.0  # the same for what a POST begins: S3 sends spaces while it joins the parts of an upload
 SLOWEST = 64 * 2**10  # bytes per second
-PIECE = 2**20  # bytes between two checks of the speed
+PIECE = 2**20  # bytes of a body that are read at a time where its length is not known
+MOST = 2**34  # bytes of a file that is read as a whole
+SMALL = 2**26  # bytes of an answer that is no file, such as an error or a page of a listing, with its head
+
+
+class Stalled(TimeoutError):
+    """An answer comes too slowly, or does not end."""
+
+
+class _Floor(io.RawIOBase):
+    """Passes on what comes from a socket, while it comes fast enough. Time in which nobody reads does not count."""
+
+    most = float(SMALL)
+
+    def __init__(self, raw: Any, grace: float) -> None:
+        self.raw, self.grace, self.count, self.seconds = raw, grace, 0, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        began = time.monotonic()
+        count = int(self.raw.readinto(buffer) or 0)
+        self.seconds += time.monotonic() - began
+        self.count += count
+        if count and self.count < SLOWEST * (self.seconds - self.grace):
+            raise Stalled(f"stalled: {self.count} bytes in {self.seconds:.0f} s")
+        if self.count > self.most:
+            raise Stalled(f"an answer of more than {self.most:.0f} bytes that is no file")
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self.raw.close()
+        super().close()
+
+
+class Answer(HTTPResponse):
+    """An answer that is read under the floor."""
+
+    def __init__(self, sock: Any, debuglevel: int = 0, method: str | None = None, url: str | None = None) -> None:
+        super().__init__(sock, debuglevel, method, url)
+        grace = PROCESSING if method == "POST" else GRACE
+        self._floor = _Floor(self.fp.detach(), grace)  # type: ignore[attr-defined]
+        self.fp = io.BufferedReader(self._floor)
+
+    def expect_file(self) -> None:
+        """Let the body be as long as it is."""
+        self._floor.most = float("inf")
+
+
+def with_floor(pools: Mapping[str, Any]) -> dict[str, Any]:
+    """Return urllib3's classes of connection pools, by scheme, with connections whose answers are read under the
+    floor."""
+    out = {}
+    for scheme, pool in pools.items():
+        connection = type("Connection", (pool.ConnectionCls,), {"response_class": Answer})
+        out[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
+    return out
 
 
 def read_stream(response: Any, length: int) -> memoryview:
     """Read the body of a response of urllib3, and let the next request reuse its connection.
 
-    Raises Transient when the body is too short or the transfer too slow."""
-    data, at, began = new_buffer(length), 0, time.monotonic()
+    Raises Transient when the body is shorter, or one that is sent in chunks longer, and Stalled."""
+    data, at = new_buffer(length), 0
     stream = response._fp  # the raw response; its wrappers would copy every byte twice
-    while at < length:
-        count = stream.readinto(data[at : at + PIECE])
-        if not count:
-            response.close()
-            raise Transient(f"expected {length} bytes, got {at}")
-        at += count
-        seconds = time.monotonic() - began
-        if seconds > GRACE and at < SLOWEST * seconds:
-            response.close()
-            raise Transient(f"stalled: {at} bytes in {seconds:.0f} s")
-    if stream.isclosed():
-        response.release_conn()
-    else:  # the end of a body that is sent in chunks has not been read
+    stream.expect_file()
+    try:
+        while at < length:
+            count = stream.readinto(data[at:])
+            if not count:
+                raise Transient(f"expected {length} bytes, got {at}")
+            at += count
+        if not stream.isclosed() and stream.read(1):  # also takes the end of a body that is sent in chunks
+            raise Transient(f"expected {length} bytes, got more")
+    except BaseException:
         response.close()
+        raise
+    response.release_conn()
     return data
+
+
+def body_of(response: Any) -> bytes:
+    """Return the whole body of a response of urllib3. Raises Transient when it is cut, or its length is not known."""
+    stream, said = response._fp, response.headers.get("Content-Length")
+    stream.expect_file()
+    out = bytearray()
+    try:
+        if said is None and not stream.chunked and stream.length is None:
+            raise Transient("an answer without a length, which may have been cut")
+        length = None if said is None else whole_number(said, most=MOST)
+        while piece := stream.read(PIECE):  # a server that says a wrong length costs no memory
+            out += piece
+            if len(out) > MOST:
+                raise Transient(f"an answer of more than {MOST} bytes")
+        if length not in (None, len(out)):
+            raise Transient(f"expected {length} bytes, got {len(out)}")
+    except BaseException:
+        response.close()
+        raise
+    response.release_conn()
+    return bytes(out)
+
+
+def whole_number(said: object, *, most: int) -> int:
+    """Return the number from 0 to `most` that a field of an answer says. Raises Transient."""
+    text = str(said)
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        raise Transient(f"expected a number of bytes up to {most}, got {text[:40]!r}")
+    return int(text)

@@ -5,15 +5,18 @@ Such a server has no listing and takes no files."""
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
-from eagleray.base.errors import UserError, has_secrets
+from eagleray.base.errors import UserError, has_secrets, hide_secrets
+from eagleray.storage.answers import check_blob, part_of, understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED
-from eagleray.storage.rest import Blobs, Refused, RestStore
-from eagleray.storage.retry import PATIENCE
+from eagleray.storage.listing import Blobs
+from eagleray.storage.rest import Refused, RestStore
+from eagleray.storage.retry import PATIENCE, Transient
 
 REDIRECTS = 5
+MOVED = (301, 302, 303, 307, 308)
 
 
 class ReadOnly(OSError, UserError):
@@ -24,7 +27,6 @@ class HttpsStore(RestStore):
     """Reads files; the names of shards have to be given, by braces or in a list."""
 
     lists = False
-    redirects = REDIRECTS
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         """Return the one file that a URL names, found by reading its first byte."""
@@ -40,10 +42,13 @@ class HttpsStore(RestStore):
                 if e.status == 416:  # no first byte
                     return [Blob(url + start, 0)]
                 raise
-            blob = Blob(url + start, self._range(url + start, response)[2], tag_of(response.headers))
-            response.read()
-            response.release_conn()
-            return [blob]
+            try:
+                size = part_of(response.status, response.headers)[2]
+                if size is None:
+                    raise UserError(f"{url + start}: the server does not say the size of the file")
+                return [check_blob(Blob(url + start, size, tag_of(response.headers)))]
+            finally:
+                response.close()
 
         return self._call("list", url, run, patience)
 
@@ -70,11 +75,42 @@ class HttpsStore(RestStore):
         headers = {"Range": span} if span else {}
         if etag.startswith('"'):  # a weak one, W/"...", never matches
             headers["If-Match"] = etag
-        response = self._send("GET", address(url), headers=headers)
-        if tag and tag_of(response.headers) != tag:  # many servers do not know If-Match
+        response = self._follow(address(url), headers)
+        got = tag_of(response.headers)
+        problem: Exception | None = None
+        if span and response.status == 200 and not tag and not self.allowed.has("read", url):
+            # A server that has sent parts of files, as it did for whoever made the tag, does so again.
+            problem = UserError(
+                f"{url}: the server ignores Range (it answered 200); expected 206 and a part of the file"
+            )
+        elif tag and etag.startswith(('"', "W/")) and "ETag" not in response.headers:
+            problem = Transient("an answer without the ETag that the file had before")
+        elif tag and got != tag and not (span and response.status == 200):
+            problem = UserError(f"{url}: {CHANGED}")  # many servers do not know If-Match
+        if problem:
             response.close()
-            raise UserError(f"{url}: {CHANGED}")
+            raise problem
         return response
+
+    def _follow(self, address: str, headers: Mapping[str, str]) -> Any:
+        """Ask for a file, also at other addresses that the server names. Raises Transient for one that is no better
+        than a guess: over plain HTTP anybody may name another host."""
+        for _ in range(REDIRECTS + 1):
+            response = self._send("GET", address, headers=headers, expected=(200, 206, *MOVED))
+            if response.status not in MOVED:
+                return response
+            response.close()
+            with understood("a redirection"):
+                target = urljoin(address, response.headers["Location"])
+                old, new = urlsplit(address), urlsplit(target)
+                secure = new.scheme == "https" and (old.scheme == "https" or new.hostname == old.hostname)
+            if not new.hostname or not (secure or (old.scheme, old.netloc) == (new.scheme, new.netloc)):
+                raise Transient(f"redirected to {hide_secrets(target)[:200]}, which cannot be trusted")
+            address = target
+        raise Transient(f"redirected more than {REDIRECTS} times")
+
+    def _tag_said(self, headers: Mapping[str, str]) -> str:
+        return ""  # `_open` has compared it
 
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
         from http.client import responses

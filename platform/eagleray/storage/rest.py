@@ -2,8 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,14 +11,15 @@ from urllib.request import getproxies, proxy_bypass
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
+from eagleray.storage.answers import check_file, check_part, check_tag
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
 from eagleray.storage.fork_lock import ForkLock
-from eagleray.storage.http_body import READ_TIMEOUT, read_stream
+from eagleray.storage.http_body import READ_TIMEOUT, body_of, read_stream, with_floor
+from eagleray.storage.listing import Listing
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
 CONNECT_TIMEOUT = 10  # seconds
 LINE = 2**16  # bytes of an error's body that are read
@@ -32,15 +32,6 @@ class Refused(Exception):
         super().__init__(line)
         self.status, self.code, self.line = status, code, line
         self.missing = missing  # whether the file is missing, rather than its bucket
-
-
-@dataclass(frozen=True)
-class Page:
-    """A part of a listing."""
-
-    blobs: list[Blob]
-    folders: list[str]  # the keys of folders, with a slash at their ends
-    marker: str  # where the next page begins; empty after the last one
 
 
 class Pools:
@@ -64,21 +55,19 @@ class Pools:
                     proxy_basic_auth=f"{login.username}:{login.password}" if login.password else None
                 )
                 options: dict[str, Any] = {"maxsize": CONNECTIONS, "headers": {"User-Agent": "eagleray"}}
-                self._pools[proxy] = (
-                    ProxyManager(proxy, proxy_headers=headers, **options) if proxy else PoolManager(**options)
-                )
+                manager = ProxyManager(proxy, proxy_headers=headers, **options) if proxy else PoolManager(**options)
+                manager.pool_classes_by_scheme = with_floor(manager.pool_classes_by_scheme)
+                self._pools[proxy] = manager
             return self._pools[proxy]
 
 
-class RestStore:
+class RestStore(Listing):
     """Reads files, lists folders and repeats requests; a store says how its requests look.
 
-    `_open`, `_page`, `_put`, `_upload`, `_delete` and `look` are its own."""
+    `_open`, `_page`, `_put`, `_upload`, `_delete`, `_tag_said` and `look` are its own."""
 
-    scheme = ""
     lists = True
     unsigned = ""  # what an error adds when no credentials were found
-    redirects = 0
 
     def __init__(self) -> None:
         self.pools = Pools()
@@ -93,9 +82,8 @@ class RestStore:
         """Ask for a file, or the bytes `span` of it, unless its tag has changed."""
         raise NotImplementedError
 
-    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
-        """Ask for a page of the files whose keys begin with `prefix`. With a delimiter, what lies below it is left out,
-        and its folder is listed."""
+    def _tag_said(self, headers: Mapping[str, str]) -> str:
+        """Return the tag of the file that an answer has bytes of; empty where it does not say."""
         raise NotImplementedError
 
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
@@ -105,32 +93,8 @@ class RestStore:
     def _renew(self) -> None:
         """Forget the credentials, which the next request reads again."""
 
-    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
-        bucket, key = bucket_and_key(url)
-        pages = list(self._pages(url, bucket, key + start, "/", patience))
-        if key and not key.endswith("/") and any(f"{key}/" in page.folders for page in pages):
-            return self.list(url + "/", patience=patience)
-        blobs = [b for page in pages for b in page.blobs]
-        return [b for b in blobs if key.endswith("/") or not key or b.url == url]
-
-    def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder."""
-        bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "") for b in page.blobs)
-
-    def _pages(self, url: str, bucket: str, prefix: str, delimiter: str, patience: float = PATIENCE) -> Iterator[Page]:
-        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands."""
-        marker = ""
-        while True:
-
-            def ask(marker: str = marker) -> Page:
-                return self._page(bucket, prefix, delimiter, marker)
-
-            page = self._call("list", url, ask, patience)
-            yield page
-            marker = page.marker
-            if not marker:
-                return
+    def _split(self, url: str) -> tuple[str, str]:
+        return bucket_and_key(url)
 
     def tag(self, blob: Blob) -> str:
         return blob.tag
@@ -141,35 +105,15 @@ class RestStore:
 
         def run() -> memoryview:
             response = self._open(url, tag, f"bytes={start}-{start + length - 1}")
-            first, last, _ = self._range(url, response)
-            if first != start or last - first + 1 != length:
+            try:
+                check_part(url, start, length, response.status, response.headers)
+                check_tag(tag, self._tag_said(response.headers))
+            except BaseException:
                 response.close()
-                got = last - first + 1
-                raise UserError(
-                    f"{url}: expected {length} bytes from {start} on, but the file ends after {got} of them"
-                )
+                raise
             return read_stream(response, length)
 
         return self._call("read", url, run, patience)
-
-    def _range(self, url: str, response: Any) -> tuple[int, int, int]:
-        """Return the first and the last byte of a partial answer, and the size of the file.
-
-        Raises UserError for a server that sends whole files."""
-        said = response.headers.get("Content-Range", "")
-        try:
-            span, _, size = said.removeprefix("bytes ").partition("/")
-            first, _, last = span.partition("-")
-            numbers = int(first), int(last), int(size)
-        except ValueError:
-            numbers = None
-        if response.status != 206 or numbers is None:
-            response.close()
-            raise UserError(
-                f"{url}: the server ignores Range (it answered {response.status}, Content-Range {said!r}); "
-                "expected 206 and a part of the file"
-            )
-        return numbers
 
     def get(self, url: str) -> bytes:
         return self._call("read", url, lambda: self._whole(url)[0], PATIENCE)
@@ -182,7 +126,12 @@ class RestStore:
             if e.missing:
                 raise FileNotFoundError(url) from None
             raise
-        return body_of(response), response.headers
+        data = body_of(response)
+        if self.lists:
+            said = self._tag_said(response.headers)
+            check_tag(tag, said)
+            check_file(data, said)
+        return data, response.headers
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         try:
@@ -249,16 +198,15 @@ class RestStore:
         expected: Iterable[int] = (200, 201, 202, 204, 206),
     ) -> Any:
         """Send a request, and return the response, whose body has not been read. Raises Refused."""
-        from urllib3 import Retry, Timeout
+        from urllib3 import Timeout
 
-        follow = Retry(None, connect=0, read=0, status=0, other=0, redirect=self.redirects) if self.redirects else False
         response = self.pools.to(address).request(
             method,
             address,
             body=body,
             headers=dict(headers),
             timeout=Timeout(connect=CONNECT_TIMEOUT, read=READ_TIMEOUT),
-            retries=follow,
+            retries=False,
             preload_content=False,
             decode_content=False,
         )
@@ -308,16 +256,6 @@ class RestStore:
             if kind is not Kind.WAIT:
                 self._renew()
             raise Transient(line) from None
-
-
-def body_of(response: Any) -> bytes:
-    """Return the whole body of a response."""
-    length = response.headers.get("Content-Length", "")
-    if length.isdigit():
-        return bytes(read_stream(response, int(length)))
-    data: bytes = response.read()
-    response.release_conn()
-    return data
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:

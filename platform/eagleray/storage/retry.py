@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 10.0  # seconds to retry while a person waits
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts
-QUIET = 5.0  # seconds before the first warning
+QUIET = 5.0  # seconds before the first warning; each of the next four comes after twice as many
 _random = random.SystemRandom()  # has no state, which loader processes would share: they are forked, and seeded equally
 
 
@@ -45,6 +45,7 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
     """
     patience = max(patience, _least.get())
     began = warned = time.monotonic()
+    warnings = 0
     for number in itertools.count():
         try:
             return attempt()
@@ -54,8 +55,8 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
         now = time.monotonic()
         if now + pause > began + patience:
             break
-        if now - warned > QUIET * 2 ** min(number, 4):
+        if now - warned > QUIET * 2 ** min(warnings, 4):
             log.warning("%s: %s; tried %d times in %.0f s", url, problem, number + 1, now - began)
-            warned = now
+            warned, warnings = now, warnings + 1
         time.sleep(pause)
     raise Outage(f"{url}: {problem}; given up after {number + 1} attempts in {time.monotonic() - began:.0f} s")

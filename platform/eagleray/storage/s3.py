@@ -3,7 +3,7 @@
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import error_classes
 from eagleray.storage.allowed import Allowed, Right
+from eagleray.storage.answers import check_file, check_part, check_tag, understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
 from eagleray.storage.fork_lock import ForkLock
-from eagleray.storage.http_body import READ_TIMEOUT, read_stream
+from eagleray.storage.http_body import READ_TIMEOUT, body_of, read_stream, with_floor
+from eagleray.storage.listing import Listing, Page
 from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Blobs = list[Blob]  # inside the class `list` is the method
 CONNECTIONS = 32
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
@@ -30,9 +31,10 @@ VANISHED = "the AWS credentials that were found before are gone"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
-class S3Store:
+class S3Store(Listing):
     """Reads and writes s3:// URLs with a client per process; `call_with_retries` repeats requests, boto3 does not."""
 
+    scheme = "s3"
     lists = True
 
     def __init__(self) -> None:
@@ -66,29 +68,23 @@ class S3Store:
         client = self._client[1]
         return client is not None and not signs(client)
 
-    def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
-        bucket, key = bucket_and_key(url)
-        pages = list(self._pages(url, {"Bucket": bucket, "Prefix": key + start, "Delimiter": "/"}, patience))
-        folders = [p["Prefix"] for page in pages for p in page.get("CommonPrefixes", [])]
-        if key and not key.endswith("/") and f"{key}/" in folders:
-            return self.list(url + "/", patience=patience)
-        blobs = [b for page in pages for b in _blobs(bucket, page)]
-        return [b for b in blobs if key.endswith("/") or not key or b.url == url]
+    def _split(self, url: str) -> tuple[str, str]:
+        return bucket_and_key(url)
 
-    def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder."""
-        bucket, key = bucket_and_key(url.rstrip("/") + "/")
-        for page in self._pages(url, {"Bucket": bucket, "Prefix": key.lstrip("/")}):
-            yield from _blobs(bucket, page)
+    def _ask(self, operation: str, **request: Any) -> Mapping[str, Any]:
+        """Send a request, and return the fields of the answer. Raises Transient where botocore cannot read them."""
+        send = getattr(self.client(), operation)
+        with understood("an answer"):
+            return send(**request)  # type: ignore[no-any-return]
 
-    def _pages(self, url: str, query: dict[str, str], patience: float = PATIENCE) -> Iterator[Any]:
-        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands."""
-        while True:
-            page = self._call("list", url, lambda: self.client().list_objects_v2(**query), patience)
-            yield page
-            if not page["IsTruncated"]:
-                return
-            query["ContinuationToken"] = page["NextContinuationToken"]
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+        query = {"Prefix": prefix, "Delimiter": delimiter, "ContinuationToken": marker}
+        page = self._ask("list_objects_v2", Bucket=bucket, **{k: v for k, v in query.items() if v})
+        blobs = [
+            Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"')) for o in page.get("Contents", [])
+        ]
+        folders = [p["Prefix"] for p in page.get("CommonPrefixes", [])]
+        return Page(blobs, folders, page["NextContinuationToken"] if page["IsTruncated"] else "")
 
     def tag(self, blob: Blob) -> str:
         return blob.tag
@@ -100,30 +96,30 @@ class S3Store:
         same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
 
         def run() -> memoryview:
-            response = self.client().get_object(
-                Bucket=bucket, Key=key, Range=f"bytes={start}-{start + length - 1}", **same
-            )
-            if response["ContentLength"] != length:
-                raise UserError(
-                    f"{url}: expected {length} bytes from {start} on, "
-                    f"but the file ends after {response['ContentLength']} of them"
-                )
-            return read_body(response["Body"], length)
+            span = f"bytes={start}-{start + length - 1}"
+            answer = self._ask("get_object", Bucket=bucket, Key=key, Range=span, **same)
+            status, headers = _head(answer)
+            try:
+                check_part(url, start, length, status, headers)
+                check_tag(tag.removeprefix("s3:"), headers.get("ETag", "") if same else "")
+            except BaseException:
+                answer["Body"].close()
+                raise
+            return read_body(answer["Body"], length)
 
         return self._call("read", url, run, patience)
 
     def get(self, url: str) -> bytes:
+        return self._call("read", url, lambda: self._whole(url)[0], PATIENCE)
+
+    def _whole(self, url: str) -> tuple[bytes, Mapping[str, Any]]:
+        """Return a file and the other fields of the answer. Raises FileNotFoundError when there is none."""
         bucket, key = bucket_and_key(url)
-
-        def run() -> bytes:
-            client = self.client()
-            try:
-                response = client.get_object(Bucket=bucket, Key=key)
-            except client.exceptions.NoSuchKey:
-                raise FileNotFoundError(url) from None
-            return bytes(read_body(response["Body"], response["ContentLength"]))
-
-        return self._call("read", url, run, PATIENCE)
+        try:
+            answer = self._ask("get_object", Bucket=bucket, Key=key)
+        except self.client().exceptions.NoSuchKey:
+            raise FileNotFoundError(url) from None
+        return check_file(body_of(answer["Body"]._raw_stream), answer.get("ETag", "")), answer
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         size = source.stat().st_size
@@ -138,43 +134,53 @@ class S3Store:
     def _put_whole(self, url: str, source: Path, patience: float) -> None:
         bucket, key = bucket_and_key(url)
         data = source.read_bytes()
-        self._call("write", url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), patience)
+        self._call("write", url, lambda: self._send(bucket, key, data), patience)
+
+    def _send(self, bucket: str, key: str, data: bytes, **condition: str) -> None:
+        """Send a file in one request. Raises Transient for an answer that is not the store's."""
+        answer = self._ask("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+        if "ETag" not in answer:
+            raise Transient("an answer that does not name the version that was written")
 
     def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
         """Upload a large file in parts, a few at a time, so that a failure repeats one part only."""
         bucket, key = bucket_and_key(url)
         name: dict[str, Any] = {"Bucket": bucket, "Key": key}
 
-        def ask(request: Callable[[], T]) -> T:
-            return self._call("write", url, request, patience)
+        def ask(field: str, operation: str, **more: Any) -> str:
+            """Send a request, and return a field of the answer."""
+
+            def run() -> str:
+                with understood("an answer"):
+                    return str(self._ask(operation, **name, **more)[field])
+
+            return self._call("write", url, run, patience)
 
         def part(number: int) -> dict[str, Any]:
             data = os.pread(file.fileno(), length, (number - 1) * length)
-            answer = ask(lambda: self.client().upload_part(**name, PartNumber=number, Body=data))
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+            return {"PartNumber": number, "ETag": ask("ETag", "upload_part", PartNumber=number, Body=data)}
 
         def finish() -> None:
             from botocore.exceptions import ClientError
 
             try:
-                self.client().complete_multipart_upload(**name, MultipartUpload=parts)
+                with understood("an answer"):
+                    self._ask("complete_multipart_upload", **name, MultipartUpload=parts)["ETag"]
             except ClientError as e:
                 if e.response["Error"].get("Code") != "NoSuchUpload":
                     raise
-                there = self.client().head_object(Bucket=bucket, Key=key)
-                if (
-                    there["Metadata"].get(UPLOAD) != mark
-                ):  # else an earlier attempt, whose answer was lost, made the file
+                there = self._ask("head_object", Bucket=bucket, Key=key)
+                # An earlier attempt, whose answer was lost, may have made the file.
+                if there.get("Metadata", {}).get(UPLOAD) != mark:
                     raise
 
         mark = uuid.uuid4().hex
-        begun = ask(lambda: self.client().create_multipart_upload(**name, Metadata={UPLOAD: mark}))
-        name["UploadId"] = begun["UploadId"]
+        name["UploadId"] = ask("UploadId", "create_multipart_upload", Metadata={UPLOAD: mark})
         try:
             with source.open("rb", buffering=0) as file:
                 numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
                 parts = {"Parts": list(ordered_map(part, numbers, width=UPLOADS))}
-            ask(finish)
+            self._call("write", url, finish, patience)
         except BaseException:
             with contextlib.suppress(UserError, Outage):  # an unfinished upload costs money
                 self._call("write", url, lambda: self.client().abort_multipart_upload(**name), 0)
@@ -183,7 +189,7 @@ class S3Store:
     def write(self, url: str, data: bytes) -> None:
         bucket, key = bucket_and_key(url)
         try:
-            self._call("write", url, lambda: self.client().put_object(Bucket=bucket, Key=key, Body=data), PATIENCE)
+            self._call("write", url, lambda: self._send(bucket, key, data), PATIENCE)
         except UserError as e:
             raise OSError(str(e)) from None
 
@@ -194,7 +200,7 @@ class S3Store:
 
         def run() -> bool:
             try:
-                self.client().put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                self._send(bucket, key, data, IfNoneMatch="*")
             except ClientError as e:
                 if e.response["ResponseMetadata"]["HTTPStatusCode"] not in (409, 412, 501):
                     raise
@@ -202,7 +208,7 @@ class S3Store:
             else:
                 return True
             if unconditional:
-                self.client().put_object(Bucket=bucket, Key=key, Body=data)
+                self._send(bucket, key, data)
             with contextlib.suppress(FileNotFoundError):  # an earlier attempt, whose answer was lost, may have made it
                 return self.get(url) == data
             return False
@@ -213,17 +219,11 @@ class S3Store:
             raise OSError(str(e)) from None
 
     def look(self, url: str) -> tuple[bytes, float]:
-        bucket, key = bucket_and_key(url)
-
         def run() -> tuple[bytes, float]:
-            client = self.client()
-            try:
-                response = client.get_object(Bucket=bucket, Key=key)
-            except client.exceptions.NoSuchKey:
-                raise FileNotFoundError(url) from None
-            now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
-            age = (now - response["LastModified"]).total_seconds()
-            return bytes(read_body(response["Body"], response["ContentLength"])), age
+            data, answer = self._whole(url)
+            with understood("the age of a file"):
+                now = parsedate_to_datetime(_head(answer)[1]["Date"])
+                return data, (now - answer["LastModified"]).total_seconds()
 
         return self._call("read", url, run, PATIENCE)
 
@@ -259,7 +259,8 @@ class S3Store:
                 raise
             except boto.ClientError as e:
                 status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
-                code, line = said.get("Code", ""), f"{said.get('Code')}: {said.get('Message')}"
+                code = said.get("Code", "")
+                line = f"{code or status}: {said.get('Message') or 'no reason is given'}"
                 self._give_way(client, (right, url), [code, status], line)
                 if code == "NoSuchKey":
                     raise MissingFile(f"{url}: {line}") from None
@@ -312,16 +313,20 @@ def make_client() -> Any:
         signature_version=None if credentials else UNSIGNED,
     )
     try:
-        return session.client("s3", config=config, region_name=region)
+        client = session.client("s3", config=config, region_name=region)
+        sender = client._endpoint.http_session  # botocore has no option for it
+        sender._pool_classes_by_scheme.update(with_floor(sender._pool_classes_by_scheme))
+        return client
     except ValueError as e:  # an endpoint without http://, say
         raise UserError(f"s3://: {e}") from None
 
 
-def _blobs(bucket: str, page: Any) -> Blobs:
-    """Return the files of a page of a listing."""
-    return [
-        Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"')) for o in page.get("Contents", [])
-    ]
+def _head(answer: Mapping[str, Any]) -> tuple[int, Mapping[str, str]]:
+    """Return the status and the headers of an answer, as they came."""
+    from urllib3 import HTTPHeaderDict
+
+    said = answer["ResponseMetadata"]
+    return said["HTTPStatusCode"], HTTPHeaderDict(said["HTTPHeaders"])
 
 
 def signs(client: Any) -> bool:

@@ -1,6 +1,5 @@
 """Finds the store of a URL, and lists the shards that folders, globs and braces select."""
 
-import errno
 import fnmatch
 import functools
 import itertools
@@ -11,10 +10,10 @@ import shutil
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
@@ -24,15 +23,14 @@ from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.braces import expand_braces
 from eagleray.storage.gs import GsStore
 from eagleray.storage.https import NO_LISTING, HttpsStore, read_only
+from eagleray.storage.literal import split_literal
+from eagleray.storage.local_files import ask_disk, files_below
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
+from eagleray.storage.retry import PATIENCE
 from eagleray.storage.s3 import S3Store
 from eagleray.storage.shard_names import is_shard, no_shards, unread_tars
 
-T = TypeVar("T")
-Inode = tuple[int, int]  # of a file: its device and its number there
 EDGE = 4096  # bytes at each end of a local file that its tag is computed from
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
 
 
 class Store(Protocol):
@@ -93,7 +91,7 @@ class LocalStore:
             files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
             return [Blob(str(p), p.stat().st_size) for p in files if p.name.startswith(start)]
 
-        return _call_with_retries(url.rstrip("/"), run, patience)
+        return ask_disk(url.rstrip("/"), run, patience)
 
     def walk(self, url: str) -> Iterator[Blob]:
         root = local_path(url)
@@ -109,7 +107,7 @@ class LocalStore:
         return _read_bytes(url, start, length, patience)
 
     def get(self, url: str) -> bytes:
-        return _call_with_retries(url, local_path(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
+        return ask_disk(url, local_path(url).read_bytes, PATIENCE, absent=FileNotFoundError(url))
 
     def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
         path = local_path(url)
@@ -163,30 +161,10 @@ def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryvie
                 at += count
             return at
 
-    count = _call_with_retries(url, run, patience)
+    count = ask_disk(url, run, patience)
     if count != length:
         raise UserError(f"{url}: expected {length} bytes from {start} on, but the file ends after {count} of them")
     return data
-
-
-def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
-    """Yield the relative paths of all files in a local folder and below it, in no order; none if there is no folder.
-
-    Links to folders are followed, except to one that the link itself is in. Without `hidden`, names that begin with a
-    dot are left out. Raises UserError when a folder cannot be listed, and Outage."""
-    todo: list[tuple[str, tuple[Inode, ...]]] = [("", ())]  # folders, and those above them
-    while todo:
-        below, above = todo.pop()
-        inode, found = _call_with_retries(str(root / below), functools.partial(_scan, root / below), PATIENCE)
-        if inode in above:
-            continue
-        for name, is_folder in found:
-            if not hidden and name.startswith("."):
-                continue
-            if is_folder:
-                todo.append((f"{below}{name}/", (*above, inode)))
-            else:
-                yield below + name
 
 
 def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
@@ -205,39 +183,6 @@ def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tupl
             if name in names and parent.removeprefix(root).count("/") <= depth:
                 found[parent].append(name)
     yield from sorted(((p, held) for p, held in found.items() if held), key=lambda item: f"{item[0]}/")
-
-
-def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
-    """Return the inode of a folder, and the names in it, each with whether it is a folder; no names where none is."""
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as entries:
-            return (status.st_dev, status.st_ino), [(entry.name, _is_folder(entry)) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        return (0, 0), []
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as e:
-        if e.errno in PASSING:
-            raise
-        return False  # a link that leads nowhere
-
-
-def _call_with_retries(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
-    def attempt() -> T:
-        try:
-            return run()
-        except OSError as e:
-            if absent and isinstance(e, FileNotFoundError):
-                raise absent from None
-            if e.errno in PASSING:
-                raise Transient(e.strerror or str(e)) from None
-            raise UserError(f"{url}: cannot be read: {e.strerror}") from None
-
-    return call_with_retries(url, attempt, patience=patience)
 
 
 _web = HttpsStore()
@@ -323,11 +268,12 @@ class Pattern:
     url: str  # as the user wrote it
     folder: str
     name: str
+    literal: bool = False  # whether there is a file of this very name
 
     @property
     def is_glob(self) -> bool:
         """Return whether the pattern may select several files."""
-        return not self.name or any(c in self.name for c in "*?[")
+        return not self.name or (not self.literal and any(c in self.name for c in "*?["))
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern selects a tar file of this name in its folder."""
@@ -336,43 +282,86 @@ class Pattern:
         )
 
 
-def patterns(url: str) -> Iterator[Pattern]:
-    """Yield a pattern for each folder that a URL, also with braces or a glob, selects. Raises UserError."""
-    for one in expand_braces(absolute(url)):
-        folder, _, name = one.rpartition("/")
-        if any(c in folder for c in "*?["):
+def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Literal["file", "folder", ""]:
+    """Return what has exactly this name, or nothing: wildcards and braces in it are letters. The URL may be a `part`
+    of another one, which ends at a slash. Raises UserError and Outage when a store does not answer."""
+    if path := folder_of(url):
+        return "folder" if path.is_dir() else "file" if path.is_file() else ""
+    storage = store(url)
+    try:
+        if part:
+            return "folder" if storage.lists and next(storage.walk(url), None) else ""
+        there = _list(url, "", patience)
+    except UserError as e:  # such as of a web server that does not like the name; whoever lists hears it again
+        if isinstance(e.__context__, Outage):
+            raise
+        return ""
+    return "file" if any(b.url == url for b in there) else "folder" if there else ""
+
+
+def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
+    """Yield a pattern for each folder that a URL, also with braces or a glob, selects. A file or folder that there is
+    under the very name is taken before a name is read as a pattern. Raises UserError."""
+
+    @functools.cache
+    def exists(name: str, part: bool) -> bool:
+        return bool(what_is(name, patience, part=part))
+
+    known, rest = split_literal(absolute(url), exists)
+    for end in expand_braces(rest):
+        start, rest = split_literal(known + end, exists)
+        if any(c in rest.rpartition("/")[0] for c in "*?["):
             raise UserError(f"{url}: wildcards are allowed in the file name only")
-        whole = not name.lower().endswith(".tar") and not any(c in name for c in "*?[")
-        yield Pattern(url, one.rstrip("/") if whole else folder, "" if whole else name)
+        one = start + rest
+        folder, _, name = one.rpartition("/")
+        whole = not name.lower().endswith(".tar") and not any(c in rest for c in "*?[")
+        if whole or (not is_remote(one) and what_is(one) == "folder"):
+            yield Pattern(url, one.rstrip("/"), "")
+        else:
+            yield Pattern(url, folder, name, literal=not rest)
 
 
-def list_shards(
-    urls: str | Sequence[str], *, patience: float = PATIENCE, unread: dict[str, str] | None = None
-) -> list[Blob]:
+def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
     """Return the tar files that folders, globs and brace patterns select, each once, in the order of their URLs.
-
-    A folder is listed once, however many patterns select files in it. `unread` is filled with what is said of tars in
-    whole folders that are no shards, by folder.
 
     Raises UserError when a pattern matches no tar file, or a named file does not exist.
     """
-    shards: dict[str, Blob] = {}
-    selected = [p for url in ([urls] if isinstance(urls, str) else urls) for p in patterns(url)]
+    given = [urls] if isinstance(urls, str) else urls
+    found = select([p for url in given for p in patterns(url, patience)], patience)
+    if not found:
+        raise UserError("no shards are given")
+    return sorted({b.url: b for blobs in found.values() for b in blobs}.values(), key=lambda b: b.url)
+
+
+def select(
+    selected: Sequence[Pattern], patience: float = PATIENCE, unread: dict[str, str] | None = None
+) -> dict[Pattern, list[Blob]]:
+    """Return the tar files of each pattern. A folder is listed once, however many patterns select files in it. `unread`
+    is filled with what is said of tars in whole folders that are no shards, by folder.
+
+    Raises UserError when a pattern matches no tar file, or a named file does not exist."""
+    out: dict[Pattern, list[Blob]] = {}
     for folder, group in itertools.groupby(sorted(selected, key=lambda p: p.folder), key=lambda p: p.folder):
         mine = list(group)
         files = {b.url.rpartition("/")[2]: b for b in _find(folder, mine, patience)}
         for p in mine:
             names = [n for n in files if p.matches(n)] if p.is_glob else [p.name][: p.name in files]
-            if not names:
-                what = no_shards(files) if p.is_glob else f"no shard {p.folder}/{p.name}"
-                hint = "; `eagleray prepare` makes them from images" if p.is_glob and not is_remote(folder) else ""
-                raise UserError(f"{p.url}: {what}{hint}")
-            shards |= {files[n].url: files[n] for n in names}
+            out[p] = [files[n] for n in names] or _inside(p, files, patience)
         if unread is not None and not all(p.name for p in mine) and (said := unread_tars(files)):
             unread[folder] = said
-    if not shards:
-        raise UserError("no shards are given")
-    return [shards[url] for url in sorted(shards)]
+    return out
+
+
+def _inside(p: Pattern, files: Iterable[str], patience: float) -> list[Blob]:
+    """Return the shards in a folder of a store that is called like a shard. Raises UserError when there are none, which
+    names the `files` that are there."""
+    if not p.is_glob and is_remote(p.folder) and store(p.folder).lists:
+        there = _list(f"{p.folder}/{p.name}/", "", patience)
+        if blobs := [b for b in there if Pattern(p.url, p.folder, "").matches(b.url.rpartition("/")[2])]:
+            return blobs
+    what = no_shards(files) if p.is_glob else f"no shard {p.folder}/{p.name}"
+    hint = "; `eagleray prepare` makes them from images" if p.is_glob and not is_remote(p.folder) else ""
+    raise UserError(f"{p.url}: {what}{hint}")
 
 
 def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
@@ -381,7 +370,9 @@ def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
         # A prefix of characters, not of path components, is what a listing can be restricted to.
         return _list(folder + "/", os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine]), patience)  # noqa: RUF071
     if unnamed := [p.url for p in mine if p.is_glob]:
-        raise UserError(f"{unnamed[0]}: {NO_LISTING}")
+        address, _, query = unnamed[0].partition("?")
+        hint = f"; queries are not sent: expected {address}" if query else ""
+        raise UserError(f"{hide_secrets(unnamed[0])}: {NO_LISTING}{hint}")
     names = dict.fromkeys(f"{folder}/{p.name}" for p in mine)
     return [b for blobs in ordered_map(lambda url: _list(url, "", patience), names) for b in blobs]
 

@@ -1,0 +1,82 @@
+"""Checks what a store says of the bytes that it sends, before they are believed.
+
+Proxies, caches and servers that restart answer for the store at times: with a page of their own, with another part of
+the file, or without a header. That passes, so it is asked for again, and it is an outage if it does not pass.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+
+from eagleray.base.errors import UserError, one_line
+from eagleray.storage.blob import Blob
+from eagleray.storage.http_body import whole_number
+from eagleray.storage.retry import Transient
+
+LARGEST = 2**50  # bytes; no store has a larger file
+NO_ANSWER = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError)
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """A context that reads fields of an answer. Raises Transient where one is missing or of another kind."""
+    try:
+        yield
+    except UserError:  # some are ValueErrors
+        raise
+    except NO_ANSWER as e:
+        why = f"{one_line(e)} is missing" if isinstance(e, KeyError) else one_line(e)
+        raise Transient(f"{what} that cannot be understood: {why[:200]}") from None
+
+
+def check_blob(blob: Blob) -> Blob:
+    """Return a file of a listing. Raises Transient for a size that no file has."""
+    if not 0 <= blob.size <= LARGEST:
+        raise Transient(f"a listing in which {blob.url} has {blob.size} bytes")
+    return blob
+
+
+def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """Return the first and the last byte of a partial answer, and the size of the file if the answer says it.
+
+    Raises Transient for an answer that is none, or whose length is another."""
+    said = headers.get("Content-Range", "")
+    found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", said.strip())
+    if status != 206 or not found:
+        raise Transient(f"expected 206 and a part of the file, got {status} and Content-Range {said[:100]!r}")
+    first, last, size = int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+    if first > last or last >= (LARGEST if size is None else size) or (size or 0) > LARGEST:
+        raise Transient(f"Content-Range {said!r} is no part of a file")
+    length = headers.get("Content-Length")  # none where it is sent in chunks
+    if length is not None and whole_number(length, most=LARGEST) != last - first + 1:
+        raise Transient(f"{length} bytes of Content-Range {said!r}")
+    return first, last, size
+
+
+def check_part(url: str, start: int, length: int, status: int, headers: Mapping[str, str]) -> None:
+    """Check that an answer has `length` bytes from `start` on.
+
+    Raises UserError when the file ends before them, and Transient for the bytes of another place."""
+    first, last, size = part_of(status, headers)
+    count = last - first + 1
+    if first != start or count > length or (count < length and last + 1 != size):
+        said = headers.get("Content-Range")
+        raise Transient(f"expected bytes {start}-{start + length - 1}, got {said!r}")
+    if count < length:
+        raise UserError(f"{url}: expected {length} bytes from {start} on, but the file ends after {count} of them")
+
+
+def check_file(data: bytes, tag: str) -> bytes:
+    """Return a file that a bucket answers with. Raises Transient for a page of a proxy, which names no version, and for
+    an error that S3 says with the status of a success."""
+    if not tag:
+        raise Transient("an answer that does not name the version of the file")
+    if data.lstrip()[:5] == b"<?xml" and b"<Error>" in data[:200]:
+        raise Transient(f"an error in place of the file: {data[:200].decode(errors='replace')}")
+    return data
+
+
+def check_tag(expected: str, got: str) -> None:
+    """Raises Transient when an answer names another version of the file than the one that was asked for."""
+    if expected and got and got.strip('"') != expected.strip('"'):
+        raise Transient(f"asked for version {expected}, got {got[:100]}")
