@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -44,6 +44,8 @@ class File:
 class Cloud:
     """Listens inside its `with`. Buckets and containers are the same thing, by name; a web server's is `web`."""
 
+    handler: type["_Handler"]
+
     def __init__(self) -> None:
         self.files: dict[str, dict[str, File]] = {"web": {}}
         self.clock = 0.0  # seconds that this server is ahead
@@ -54,7 +56,7 @@ class Cloud:
         self.asked: Counter[str] = Counter()  # requests by method
         self.blocks: dict[tuple[str, str, str], bytes] = {}
         self.lock, self.generation = threading.Lock(), 1_700_000_000_000_000
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server(("127.0.0.1", 0), self.handler)
         self._server.cloud = self
         self.port = int(self._server.server_address[1])
 
@@ -107,8 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = dict(parse_qsl(parts.query, keep_blank_values=True))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         first, _, rest = parts.path[1:].partition("/")
-        speak = {ACCOUNT: self.azure, "storage": self.google, "upload": self.upload, "session": self.piece}
-        self.speaks = speak.get(first, self.web)
+        self.speaks = self.languages().get(first, self.web)
         try:
             if parts.path == "/token":
                 self.token()
@@ -125,14 +126,21 @@ class _Handler(BaseHTTPRequestHandler):
             cloud.lost.popleft()
             self.close_connection = True
             return
-        self.send_response_only(answer.status)
         sent = {"Content-Length": str(len(answer.body)), "Date": formatdate(time.time() + cloud.clock, usegmt=True)}
-        for name, value in (sent | answer.headers).items():
+        self.send_answer(answer.status, sent | answer.headers, answer.body)
+
+    def send_answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(answer.body)
+        self.wfile.write(body)
 
     do_GET = do_PUT = do_POST = do_DELETE = handle_any
+
+    def languages(self) -> dict[str, Callable[[str, str], None]]:
+        """Return what is spoken, by the first part of paths."""
+        return {ACCOUNT: self.azure, "storage": self.google, "upload": self.upload, "session": self.piece}
 
     def error(self, status: int, code: str = "") -> None:
         if self.speaks == self.azure:
@@ -311,6 +319,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+Cloud.handler = _Handler
 
 
 def point_at(patch: pytest.MonkeyPatch, port: int) -> None:

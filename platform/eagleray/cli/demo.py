@@ -1,5 +1,6 @@
 """Run `make demo`: train and evaluate a small backbone in a few minutes, on generated pictures or on the user's own."""
 
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def pictures(seed: int, count: int) -> Iterator[Sample]:
 def name(data: str | None) -> str:
     """Return a short name for the user's data, with a hash that distinguishes folders of the same name."""
     place = store.absolute(str(data).rstrip("/"))
-    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(place.encode()):08x}"
+    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(os.fsencode(place)):08x}"
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def identify(out: str, command: str = "pretrain") -> str:
     place = out.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.")
     own = "" if command == "pretrain" else f"{command}-"
-    return f"{own}{name[:60]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    return f"{own}{name[:60]}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
 def check_data_places(recipe: Recipe) -> None:

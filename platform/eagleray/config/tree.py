@@ -141,6 +141,8 @@ def override(item: str) -> dict[str, Any]:
         raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
     try:
         value = yaml_text.parse_written(text)
+    except UnicodeEncodeError:
+        raise RecipeError(f"{key}={text!a}: the name is not UTF-8, as a recipe has to be; rename it") from None
     except ValueError as e:
         raise RecipeError(f"{key}: {e}") from None
     except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them

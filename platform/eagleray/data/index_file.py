@@ -150,7 +150,7 @@ def name(blob: Blob) -> str:
 
 def aside(folder: str, spare: Spare) -> str | None:
     """Return the place in `spare` for the index of a folder."""
-    return f"{spare}/{ASIDE}{hashlib.sha256(folder.encode()).hexdigest()[:12]}.parquet" if spare else None
+    return f"{spare}/{ASIDE}{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}.parquet" if spare else None
 
 
 def aside_in(spare: str) -> list[Blob]:

@@ -53,8 +53,8 @@ def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | No
     return first, last, size
 
 
-def check_part(url: str, start: int, length: int, status: int, headers: Mapping[str, str]) -> None:
-    """Check that an answer has `length` bytes from `start` on.
+def check_part(url: str, start: int, length: int, status: int, headers: Mapping[str, str]) -> int | None:
+    """Check that an answer has `length` bytes from `start` on, and return the size of the file if the answer says it.
 
     Raises UserError when the file ends before them, and Transient for the bytes of another place."""
     first, last, size = part_of(status, headers)
@@ -64,6 +64,7 @@ def check_part(url: str, start: int, length: int, status: int, headers: Mapping[
         raise Transient(f"expected bytes {start}-{start + length - 1}, got {said!r}")
     if count < length:
         raise UserError(f"{url}: expected {length} bytes from {start} on, but the file ends after {count} of them")
+    return size
 
 
 def check_file(data: bytes, tag: str) -> bytes:

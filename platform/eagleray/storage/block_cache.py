@@ -58,7 +58,8 @@ class Cache:
         self._path(blob, begin, end).unlink(missing_ok=True)
 
     def _path(self, blob: Blob, begin: int, end: int) -> Path:
-        name = hashlib.sha256(f"{blob.url} {blob.tag} {blob.size} {begin} {end}".encode()).hexdigest()[:32]
+        about = os.fsencode(f"{blob.url} {blob.tag} {blob.size} {begin} {end}")
+        name = hashlib.sha256(about).hexdigest()[:32]
         return self.folder / f"{name}.block"
 
     def _write(self, path: Path, data: memoryview) -> None:

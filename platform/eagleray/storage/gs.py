@@ -15,10 +15,10 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from eagleray.base.errors import Outage, UserError, one_line
-from eagleray.storage.answers import understood
+from eagleray.storage.answers import LARGEST, understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.fork_lock import ForkLock
-from eagleray.storage.http_body import body_of
+from eagleray.storage.http_body import body_of, whole_number
 from eagleray.storage.listing import Page
 from eagleray.storage.rest import Refused, RestStore, bucket_and_key
 from eagleray.storage.retry import PATIENCE, Transient
@@ -65,7 +65,7 @@ class GsStore(RestStore):
         said = _json(answer, "storage#objects")
         return Page(
             [
-                Blob(f"gs://{bucket}/{o['name']}", int(o["size"]), f"gs:{o['generation']}")
+                Blob(f"gs://{bucket}/{o['name']}", whole_number(o["size"], most=LARGEST), f"gs:{o['generation']}")
                 for o in said.get("items", [])
             ],
             said.get("prefixes", []),
@@ -73,7 +73,8 @@ class GsStore(RestStore):
         )
 
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-        text = " ".join(body.decode(errors="replace").split())[:300]
+        text = "".join(c if c.isprintable() else " " for c in body.decode(errors="replace"))
+        text = " ".join(text.split())[:300]
         reason = ""
         with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
             error = json.loads(body)["error"]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote, urljoin, urlsplit
 
 from eagleray.base.errors import UserError, has_secrets, hide_secrets
-from eagleray.storage.answers import check_blob, part_of, understood
+from eagleray.storage.answers import check_blob, check_part, understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED
 from eagleray.storage.listing import Blobs
@@ -39,11 +39,11 @@ class HttpsStore(RestStore):
             except Refused as e:
                 if e.missing:
                     return []
-                if e.status == 416:  # no first byte
+                if e.status == 416 and e.code == "bytes */0":  # no first byte
                     return [Blob(url + start, 0)]
                 raise
             try:
-                size = part_of(response.status, response.headers)[2]
+                size = check_part(url + start, 0, 1, response.status, response.headers)
                 if size is None:
                     raise UserError(f"{url + start}: the server does not say the size of the file")
                 return [check_blob(Blob(url + start, size, tag_of(response.headers)))]
@@ -78,7 +78,9 @@ class HttpsStore(RestStore):
         response = self._follow(address(url), headers)
         got = tag_of(response.headers)
         problem: Exception | None = None
-        if span and response.status == 200 and not tag and not self.allowed.has("read", url):
+        if is_page(response.headers) and not url.endswith((".html", ".htm")):
+            problem = Transient(f"a page for a browser in place of the file (status {response.status})")
+        elif span and response.status == 200 and not tag and not self.allowed.has("read", url):
             # A server that has sent parts of files, as it did for whoever made the tag, does so again.
             problem = UserError(
                 f"{url}: the server ignores Range (it answered 200); expected 206 and a part of the file"
@@ -115,8 +117,10 @@ class HttpsStore(RestStore):
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
         from http.client import responses
 
+        code = headers.get("Content-Range", "") if status == 416 else ""
         # A public bucket whose files may be read but not listed answers 403 for a file that is not there.
-        return Refused(status, "", f"{status} {responses.get(status, '')}".strip(), missing=status in (403, 404, 410))
+        missing = status in (403, 404, 410)
+        return Refused(status, code, f"{status} {responses.get(status, '')}".strip(), missing)
 
 
 NO_LISTING = "a web server has no listing; expected the names of files, such as https://HOST/x-{000..127}.tar"
@@ -126,6 +130,11 @@ def tag_of(headers: Mapping[str, str]) -> str:
     """Return the ETag of a file, in its quotes, or the time of its last change where the server sends none."""
     known = headers.get("ETag") or headers.get("Last-Modified")
     return f"https:{known}" if known else ""
+
+
+def is_page(headers: Mapping[str, str]) -> bool:
+    """Return whether an answer is a page for a browser, such as one that asks for a login."""
+    return headers.get("Content-Type", "").strip().lower().startswith("text/html")
 
 
 def address(url: str) -> str:

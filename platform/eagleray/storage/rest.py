@@ -207,6 +207,7 @@ class RestStore(Listing):
             headers=dict(headers),
             timeout=Timeout(connect=CONNECT_TIMEOUT, read=READ_TIMEOUT),
             retries=False,
+            redirect=False,
             preload_content=False,
             decode_content=False,
         )

@@ -84,7 +84,10 @@ class S3Store(Listing):
             Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"')) for o in page.get("Contents", [])
         ]
         folders = [p["Prefix"] for p in page.get("CommonPrefixes", [])]
-        return Page(blobs, folders, page["NextContinuationToken"] if page["IsTruncated"] else "")
+        more, marker = page["IsTruncated"], page.get("NextContinuationToken", "")
+        if more != bool(marker):
+            raise Transient(f"a listing that says truncated: {more}, and where it goes on: {marker[:100]!r}")
+        return Page(blobs, folders, marker)
 
     def tag(self, blob: Blob) -> str:
         return blob.tag
@@ -167,7 +170,7 @@ class S3Store(Listing):
                 with understood("an answer"):
                     self._ask("complete_multipart_upload", **name, MultipartUpload=parts)["ETag"]
             except ClientError as e:
-                if e.response["Error"].get("Code") != "NoSuchUpload":
+                if _refusal(e)[1] != "NoSuchUpload":
                     raise
                 there = self._ask("head_object", Bucket=bucket, Key=key)
                 # An earlier attempt, whose answer was lost, may have made the file.
@@ -202,9 +205,9 @@ class S3Store(Listing):
             try:
                 self._send(bucket, key, data, IfNoneMatch="*")
             except ClientError as e:
-                if e.response["ResponseMetadata"]["HTTPStatusCode"] not in (409, 412, 501):
+                if (status := _refusal(e)[0]) not in (409, 412, 501):
                     raise
-                unconditional = e.response["ResponseMetadata"]["HTTPStatusCode"] == 501
+                unconditional = status == 501
             else:
                 return True
             if unconditional:
@@ -258,9 +261,8 @@ class S3Store(Listing):
             except (FileNotFoundError, UserError, Transient):
                 raise
             except boto.ClientError as e:
-                status, said = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), e.response["Error"]
-                code = said.get("Code", "")
-                line = f"{code or status}: {said.get('Message') or 'no reason is given'}"
+                status, code = _refusal(e)
+                line = f"{code or status}: {e.response.get('Error', {}).get('Message') or 'no reason is given'}"
                 self._give_way(client, (right, url), [code, status], line)
                 if code == "NoSuchKey":
                     raise MissingFile(f"{url}: {line}") from None
@@ -327,6 +329,12 @@ def _head(answer: Mapping[str, Any]) -> tuple[int, Mapping[str, str]]:
 
     said = answer["ResponseMetadata"]
     return said["HTTPStatusCode"], HTTPHeaderDict(said["HTTPHeaders"])
+
+
+def _refusal(error: Any) -> tuple[int, str]:
+    """Return the status and the code of botocore's error, of which an answer that is no error of S3 has none."""
+    said = error.response
+    return said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), said.get("Error", {}).get("Code", "")
 
 
 def signs(client: Any) -> bool:
