@@ -220,7 +220,7 @@ def rank_zero(r: Recipe, log: Rank, bucket: CountingBucket, exchanges: Exchanges
     """Return the CPU seconds of a step of rank 0 alone, with the display of a command in the same process, without what
     an idle process takes."""
     names = [f"eagleray.runs.follow.{name}" for name in ("out", "progress_bar")]
-    with mock.patch(names[0]), mock.patch(names[1]), FollowRun(log.folder.path, 10**6):
+    with mock.patch(names[0]), mock.patch(names[1]), FollowRun(log.folder.path, 10**6, 1):
         steps, _, cpu = train([log], bucket, exchanges, seconds)
     return cpu / steps
 

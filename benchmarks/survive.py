@@ -5,7 +5,7 @@ Both runs are Ray runs of a few workers on a set of labelled shards, one after t
 with --json one object:
 
 goodput             seconds of steps that count, as a share of the harmed run's time
-goodput_unharmed    the same of the other run: what starting, saving, evaluating and ending cost without a kill
+goodput_unharmed    the same of the other run: what starting and saving cost without a kill
 restarts, steps_repeated, seconds_lost   of the harmed run, from its summary
 restart_seconds     from each kill to the first line about steps after it, ten of them (`log_steps`)
 start_over_restart  seconds from the command to the first such line / the median of restart_seconds

@@ -40,6 +40,23 @@ def test_time_between_an_end_in_order_and_the_next_start_is_nobodys(tmp_path: Pa
     assert starts.tally(useful=100.0) == {"restarts": 1, "steps_repeated": 0, "seconds_lost": 0.0, "goodput": 1.0}
 
 
+def test_goodput_ends_with_the_last_step_however_long_the_evaluation_takes(tmp_path: Path, clock: list[float]):
+    starts = Attempts(tmp_path / "starts.jsonl")
+    starts.add(step=0, ranks=1, reached=0)
+    clock[0] += 100
+    starts.trained(60)
+    at_the_last_step = starts.tally(useful=90.0)
+    assert at_the_last_step == {"restarts": 0, "steps_repeated": 0, "seconds_lost": 10.0, "goodput": 0.9}
+    clock[0] += 500  # the evaluation
+    starts.trained(60)  # known
+    assert starts.tally(useful=90.0) == at_the_last_step
+    starts = Attempts(tmp_path / "starts.jsonl")  # the process died in it
+    starts.add(step=60, ranks=1, reached=60)
+    clock[0] += 20
+    starts.trained(60)
+    assert starts.tally(useful=90.0) == {"restarts": 1, "steps_repeated": 0, "seconds_lost": 30.0, "goodput": 0.75}
+
+
 def test_starts_in_vain_are_those_since_the_last_progress_and_since_the_command(tmp_path: Path, clock: list[float]):
     starts = Attempts(tmp_path / "starts.jsonl")
     for step in (0, 10, 10, 10):

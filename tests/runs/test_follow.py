@@ -48,6 +48,16 @@ def test_the_newest_score_is_shown_with_the_lines_after_it(tmp_path: Path, capsy
     records = [{"step": step, **record, **found} for step, found in enumerate(scores, 1)]
     (tmp_path / layout.LOG).touch()
     (tmp_path / layout.METRICS).touch()
-    with FollowRun(tmp_path, 4):
+    with FollowRun(tmp_path, 4, 32):
         (tmp_path / layout.METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
     assert "bad 2  kNN 30.0 %  kNN monitor 12.0 %" in capsys.readouterr().out
+
+
+def test_the_time_left_is_that_of_the_steps_at_their_own_pace(tmp_path: Path) -> None:
+    """Whatever the start took."""
+    follow = FollowRun(tmp_path, 100, 32)
+    assert follow.seconds_left(0) == 0, "nothing is known"
+    follow.pace.extend([16.0, 64.0, 0.0])  # 2 s and half a second for a step, and a line that has no pace
+    assert follow.seconds_left(20) == 80 * 1.25
+    follow.pace.extend([32.0] * 20)
+    assert follow.seconds_left(99) == 1.0

@@ -39,6 +39,7 @@ def test_everything_promised_is_there(whole: Path):
     assert wanted <= summary.keys()
     assert summary["steps"] == 20
     assert summary["restarts"] == 0
+    assert [summary[k] for k in ("goodput", "seconds_lost")] == [lines[-1][k] for k in ("goodput", "seconds_lost")]
     for name in ("recipe.yaml", "train.log", "environment.json", "export/backbone.safetensors"):
         assert (whole / name).stat().st_size > 0
     assert len(list((whole / "checkpoints").glob("*.pt"))) == 1

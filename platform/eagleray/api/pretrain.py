@@ -159,7 +159,7 @@ def _see_through(recipe: Recipe, command: str, line: Sequence[str], *, insist: b
         stop = StopRequest(out, command)
         with (
             contextlib.closing(stop),
-            FollowRun(folder, plan.steps),
+            FollowRun(folder, plan.steps, plan.stream.batch),
             run.following(),
             stop_on_signal(stop.ask, "stopping after this step"),
         ):

@@ -17,15 +17,15 @@ def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
     return (total - done) * seconds / max(done - start, 1)
 
 
-def progress_bar(unit: str) -> Progress:
-    """Return a progress bar with a rate and the time left."""
+def progress_bar(unit: str, *, left: bool = True) -> Progress:
+    """Return a progress bar with a rate and, if it is to say what is `left`, the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] * left),
         console=out,
         disable=not shows_live(out),
     )

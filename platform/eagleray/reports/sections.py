@@ -118,8 +118,6 @@ def tiles(run: Run) -> Iterator[Tile]:
     ends = last | s
     if metrics.GOODPUT in ends:
         hints = [f"{ends[key]:.0f} s lost" for key in (metrics.SECONDS_LOST,) if key in ends]
-        if metrics.GOODPUT in last.keys() & s.keys():  # the end of the curve; the rest is the evaluation at the end
-            hints.insert(0, f"{last[metrics.GOODPUT]:.1%} until the last step")
         yield Tile("goodput", f"{ends[metrics.GOODPUT]:.1%}", "; ".join(hints))
     if 0 <= s.get(metrics.WALL_SECONDS, -1) < LONGEST:
         yield Tile("duration", str(timedelta(seconds=round(s[metrics.WALL_SECONDS]))), "h:mm:ss")
@@ -256,7 +254,7 @@ def times(run: Run) -> list[Table]:
             again = max(s.get("reached", 0) - s["step"], 0)
             rows.append([when, "continued" if len(rows) else "started", s["step"], s.get("ranks"), again])
         else:
-            rows.append([when, "ended in order", None, None, None])
+            rows.append([when, "took its last step" if "trained" in s else "ended in order", None, None, None])
     columns = ["Time, UTC", "Event", "From step", "Workers", "Steps taken again"]
     tables = [Table("Starts and ends", columns, rows)] if rows else []
     ends = (run.records[-1] if run.records else {}) | run.summary

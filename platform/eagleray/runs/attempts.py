@@ -24,7 +24,8 @@ def _is_valid(line: Mapping[str, Any]) -> bool:
 
 
 class Attempts:
-    """The lines of starts.jsonl: one for every start of a run and every orderly end. Times are seconds since 1970."""
+    """The lines of starts.jsonl: one for every start of a run, every last step and every orderly end. Times are seconds
+    since 1970."""
 
     def __init__(self, path: Path) -> None:
         self.lines, self.file = read_starts(path), JsonLines(path)
@@ -33,6 +34,11 @@ class Attempts:
         """Append a line, later if the disk is full."""
         self.lines.append(line | {"time": round(time.time(), 2)})
         self.file.log(self.lines[-1])
+
+    def trained(self, step: int) -> None:
+        """Note that the run has taken its last step, unless that is known: goodput ends there."""
+        if "step" in self.lines[-1]:
+            self.add(trained=step)
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -46,14 +52,15 @@ class Attempts:
 
     def tally(self, useful: float) -> dict[str, float]:
         """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput. Goodput is the
-        `useful` seconds of steps divided by all seconds since the first start; the time between an orderly end and
-        the next start is not counted."""
+        `useful` seconds of steps divided by all seconds since the first start. The time after the last step, such as
+        that of the evaluation at the end, and after an orderly end is not counted until the next start."""
         waited = sum(
             after["time"] - line["time"]
             for line, after in zip(self.lines, self.lines[1:], strict=False)
             if "step" not in line
         )
-        wall = time.time() - self.lines[0]["time"] - waited
+        end = time.time() if "step" in self.lines[-1] else self.lines[-1]["time"]
+        wall = end - self.lines[0]["time"] - waited
         return {
             "restarts": len(self.starts) - 1,
             "steps_repeated": sum(max(s.get("reached", 0) - s["step"], 0) for s in self.starts),

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any
 from eagleray.base.console import out, shows_live
 from eagleray.base.errors import one_line
 from eagleray.base.files import Tail, history, parse_lines
-from eagleray.base.progress import progress_bar, seconds_left
+from eagleray.base.progress import progress_bar
 from eagleray.runs import layout
 from eagleray.runs.metrics import (
     BAD_SAMPLES,
@@ -26,24 +27,26 @@ from eagleray.runs.metrics import (
 SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
 LINES = 10  # progress lines of a run whose output is not a terminal
 LONG = 600.0  # seconds without a progress line after which a run prints another
+RECENT = 20  # lines of metrics.jsonl whose pace says how long the rest will take
 
 
 class FollowRun:
     """A context that shows the log and the progress of a run until it ends. A thread reads them from the run's
     folder."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, steps: int, batch: int) -> None:
+        """`steps` are those of the whole run, of `batch` images each."""
+        self.folder, self.steps, self.batch = folder, steps, batch
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
-        self.began = time.monotonic()
         self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
         self.failure = ""  # of the log, until it is clear that the command does not end with it, which prints it then
-        self.next_step, self.printed = 0, self.began  # of the lines where the output is no terminal
-        self.start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
-        self.bar = progress_bar("steps")
-        self.task = self.bar.add_task("pretrain", total=steps, completed=self.start, rate="")
+        self.next_step, self.printed = 0, time.monotonic()  # of the lines where the output is no terminal
+        self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
+        start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
+        self.bar = progress_bar("steps", left=False)
+        self.task = self.bar.add_task("pretrain", total=steps, completed=start, rate="")
 
     def __enter__(self) -> "FollowRun":
         self.bar.start()
@@ -71,6 +74,7 @@ class FollowRun:
                 self._print(line)
             for record in records:
                 self.scores |= {key: record[key] for key in SCORES.values() if key in record}
+                self.pace.append(record[IMAGES_PER_S])
             for record in records[-1:]:
                 self._show_progress(self.scores | record)
 
@@ -93,13 +97,18 @@ class FollowRun:
     def _show_progress(self, record: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl on the progress bar, or print it where there is no terminal."""
         step = record["step"]
-        text = progress_text(record)
+        text = f"{progress_text(record)}  ETA {self.seconds_left(step):.0f} s"
         self.bar.update(self.task, completed=step, rate=text)
         due = step >= min(self.next_step, self.steps) or time.monotonic() - self.printed > LONG
         if not shows_live(out) and due:
-            left = seconds_left(step, self.steps, start=self.start, seconds=time.monotonic() - self.began)
-            out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}  ETA {left:.0f} s", markup=False)
+            out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}", markup=False)
             self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()
+
+    def seconds_left(self, step: int) -> float:
+        """Return how long the steps after this one will take at the pace of the last lines, whose images/s the log
+        shows, too. The time before the first step, of starting and indexing, says nothing about the steps."""
+        each = [self.batch / images for images in self.pace if images > 0]
+        return (self.steps - step) * sum(each) / max(len(each), 1)
 
 
 def progress_text(record: Mapping[str, Any]) -> str:

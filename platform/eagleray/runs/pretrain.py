@@ -141,6 +141,7 @@ def place(method: Method, recipe: Recipe, world: World) -> None:
 def finish(run: RankRun, step: int) -> dict[str, Any]:
     """Export the backbone and evaluate it, then write and return the run's summary."""
     plan, folder = run.plan, run.folder
+    folder.trained(step)
     backbone = run.export()
     if run.world.rank == 0:
         recipe = plan.recipe

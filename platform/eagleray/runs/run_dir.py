@@ -210,6 +210,11 @@ class RunDir:
         if self.rank == 0:
             self.steps.log(*lines)
 
+    def trained(self, step: int) -> None:
+        """Note that the last step was taken, on rank 0."""
+        if self.starts:
+            self.starts.trained(step)
+
     def goodput(self, useful: float) -> dict[str, float]:
         """Return goodput, restarts and lost time, on rank 0. `useful` is the seconds of the steps that were not
         lost."""

@@ -172,6 +172,8 @@ class StepLog:
         record[metrics.DATA_WAIT] = round((self.loader.waited - self.waited) / seconds, 4)
         record[metrics.BAD_SAMPLES] = len(self.quarantine)
         record[metrics.SKIPPED_STEPS] = int(table.skipped.sum())
+        if at.step + 1 == self.p.steps:
+            self.folder.trained(at.step + 1)
         record |= self.folder.goodput(self.clock.useful)
         seen, norms = self.monitor.flush()
         record |= seen
