@@ -116,6 +116,7 @@ class Run:
         lines = [
             f"{summary['steps']} steps, {summary['images']} images, {summary['restarts']} restart(s){lost}, "
             f"{summary['bad_samples']} bad sample(s), {summary['wall_seconds']:.0f} s",
+            *(f"verdict   {sentence}" for sentence in summary.get("verdict", ())),
             f"results   {self.out}/{layout.SUMMARY}, {layout.METRICS}, {layout.LOG}",
             f"export    {self.out}/{layout.EXPORT}/backbone.safetensors",
         ]

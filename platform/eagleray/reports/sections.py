@@ -27,7 +27,8 @@ from eagleray.reports.page import (
 )
 from eagleray.reports.read import Run, names
 from eagleray.runs import metrics
-from eagleray.runs.health import KINDS
+from eagleray.runs.health import AT_END, KINDS
+from eagleray.runs.summary import CHECKED, SENTENCES, UNCHECKED, VERDICT
 
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # the table shows this many findings
@@ -40,7 +41,7 @@ SHOWN_ELSEWHERE = {
     "steps",
     "epochs",
     "images",
-    "health",
+    *SENTENCES,
     metrics.WALL_SECONDS,
     metrics.RESTARTS,
     metrics.STEPS_REPEATED,
@@ -67,11 +68,18 @@ def page(run: Run, folder: Path) -> Page:
         title=": ".join(filter(None, (names([run.out])[0], model_text(run)))),
         state=run.state,
         bad=run.state in BAD,
-        lead=[line for line in (data_text(run), run.why) if line],
+        lead=[line for line in (*verdict(run), data_text(run), run.why) if line],
         tiles=list(tiles(run)),
         sections=[s for s in sections if s.blocks],
         footer=footer_text(run.out),
     )
+
+
+def verdict(run: Run) -> list[str]:
+    """Return what the numbers at the end say of the backbone, in sentences, with the findings about them."""
+    said = [sentence[:1].upper() + sentence[1:] + "." for sentence in run.summary.get(VERDICT, ())]
+    named = [f["kind"] for f in run.findings if f["kind"] in AT_END and f["step"] == run.last]
+    return said + [f"Found at the end: {', '.join(named)}; Health has what may help."] * bool(named)
 
 
 def model_text(run: Run) -> str:
@@ -123,7 +131,8 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("duration", str(timedelta(seconds=round(s[metrics.WALL_SECONDS]))), "h:mm:ss")
     yield Tile("restarts", ends.get(metrics.RESTARTS, max(sum("step" in line for line in run.starts) - 1, 0)))
     yield Tile("bad samples", ends.get(metrics.BAD_SAMPLES, len(run.quarantine)))
-    yield Tile("findings", len(run.findings), "" if run.findings else "nothing is wrong")
+    looks = len(values_of(run, "health/update"))
+    yield Tile("findings", len(run.findings), f"in {looks} measurement{'s' * (looks != 1)} and {run.last:,} steps")
 
 
 def values_of(run: Run, key: str) -> list[float]:
@@ -197,6 +206,7 @@ def final_settings(run: Run, keys: Sequence[str]) -> str:
     sentences = {
         "knn": f"kNN of k {e.get('k')}, T {e.get('temperature')}",
         "linear": f"probe of {e.get('probe_epochs')} epochs",
+        "crops": "how often a second crop of an image finds its own",
     }
     parts = [words for protocol, words in sentences.items() if protocol in of] + [f"{e.get('size')} pixels"]
     return END + (f": {', '.join(parts)}" if e else "")
@@ -217,10 +227,13 @@ def marks_note(run: Run) -> list[str]:
 
 
 def findings(run: Run) -> list[Table]:
-    """Return the table of what the run reported about its own health."""
+    """Return the table of what the run reported about its own health, and that of what it was checked for."""
     rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
     more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
-    return [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
+    tables = [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
+    both = (("checked", CHECKED), ("not checked", UNCHECKED))
+    checks = [[words, "; ".join(run.summary[key])] for words, key in both if run.summary.get(key)]
+    return tables + ([Table("What was checked", ["", "For what, and how often"], checks)] if checks else [])
 
 
 def evaluation_pictures(run: Run) -> list[Pictures]:

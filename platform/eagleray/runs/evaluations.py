@@ -14,7 +14,6 @@ from typing import Any
 from eagleray.base import dist
 from eagleray.base.errors import one_line
 from eagleray.base.files import cache_folder, write_atomic
-from eagleray.data.digests import data_digest
 from eagleray.data.loader import processes
 from eagleray.engine.numerics import exact_products
 from eagleray.methods.method import Classifier
@@ -26,15 +25,18 @@ from eagleray.protocols.image_batches import Reading
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.runs.build import build_method
 from eagleray.runs.health import FAILED_EVALUATION, Finding
+from eagleray.runs.held_out import HeldOut, held_out
 from eagleray.runs.memory import explain_exhaustion
-from eagleray.runs.metrics import AT_START, KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK, UNTRAINED
+from eagleray.runs.metrics import AT_START, CROPS_FOUND, KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK, UNTRAINED
 from eagleray.runs.rank_run import RankRun
+from eagleray.runs.verdicts import judge, verdicts
 
 log = logging.getLogger(__name__)
 STARTS = 2  # of an evaluation that may die with their process before the run goes on without its numbers
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
-SAID = (KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK)  # of the numbers at the start
+SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # of the numbers at the start
+COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND)  # of the numbers at the end
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores
 
@@ -82,13 +84,12 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
 def at_start(run: RankRun, step: int) -> None:
     """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores. `step` is
     the one before the first."""
-    guard, recipe = run.stateful.guard, run.plan.recipe
-    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
+    guard, images = run.stateful.guard, held_out(run.plan)
     starts = dist.from_rank_zero(run.folder.starts_in_vain)
 
     def measure() -> Scores:
         give_up_after_deaths(starts)
-        return evaluate(run.export(), sets, recipe.evaluate, **how(run)) if sets else {}
+        return images.scores(run.export(), run.plan.recipe.evaluate, **how(run))
 
     scores = attempt(run, step, measure)
     guard.scores = scores | compare_with_start(run, step)
@@ -104,27 +105,37 @@ def compare_with_start(run: RankRun, step: int) -> Scores:
 
 
 def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
-    """Return the scores at the end of the run, and log them. They are empty if the evaluation fails.
+    """Return the scores at the end of the run, and log them. They are empty if the evaluation fails. What they say of
+    the untrained backbone may be a finding.
 
     `starts` is how often this evaluation has begun; after two processes that died in it, it is given up."""
-    recipe = run.plan.recipe
-    sets = ProbeSets.of(run.plan.index, run.plan.test, recipe.evaluate.limit)
+    images = held_out(run.plan)
 
     def measure() -> Scores:
         give_up_after_deaths(starts)
         if isinstance(run.method, Classifier):
             return evaluate_classifier(run, run.method)
-        return evaluate(backbone, sets, recipe.evaluate, **how(run))
+        return images.scores(backbone, run.plan.recipe.evaluate, **how(run))
 
+    if run.world.rank == 0:
+        log.info("evaluating %s", "the classifier" if isinstance(run.method, Classifier) else images.about)
     scores = attempt(run, step, measure)
     if scores and not isinstance(run.method, Classifier):
-        assert sets is not None
-        untrained = attempt(run, step, partial(untrained_scores, run, sets))
+        untrained = attempt(run, step, partial(untrained_scores, run, images))
         for suffix, others in (UNTRAINED, untrained), (AT_START, run.stateful.guard.scores):
-            scores |= {name + suffix: others[name] for name in (KNN_TOP1, LINEAR_TOP1) if name in others}
+            scores |= {name + suffix: others[name] for name in COMPARED if name in others}
+        run.folder.note_findings(list(judge(scores, images.count, step)))
     if run.world.rank == 0:
-        log_scores(run, sets, scores)
+        log_scores(run, images, scores)
     return announced(run, scores)
+
+
+def verdict(run: RankRun, scores: Scores) -> list[str]:
+    """Return what the scores at the end of the run say of its backbone, in sentences."""
+    if isinstance(run.method, Classifier):
+        return []
+    said = verdicts(scores, held_out(run.plan).count)
+    return said or ["not compared with an untrained backbone: the evaluation failed, or has no image"]
 
 
 def give_up_after_deaths(starts: int) -> None:
@@ -133,22 +144,19 @@ def give_up_after_deaths(starts: int) -> None:
         raise RuntimeError(f"the process died in it {starts - 1} times")
 
 
-def log_scores(run: RankRun, sets: ProbeSets | None, scores: Scores) -> None:
+def log_scores(run: RankRun, images: HeldOut, scores: Scores) -> None:
     """Log the scores at the end of the run, or why there are none."""
     if isinstance(run.method, Classifier):
         if scores or run.plan.test is None:
             line = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items())
             log.info("%s", line or "no data.test: no accuracy")
         return
-    if sets is None:
-        log.info("no labels: nothing to evaluate")
-        return
-    for protocol, key in ("knn", KNN_TOP1), ("linear", LINEAR_TOP1):
+    for name, key in ("knn top-1", KNN_TOP1), ("linear top-1", LINEAR_TOP1), ("crops found", CROPS_FOUND):
         if key in scores:
             others = ("untrained", UNTRAINED), ("at the start", AT_START)
             before = "".join(f", {name} {scores[key + s]:.1f} %" for name, s in others if key + s in scores)
-            settings = sets.describe(run.plan.recipe.evaluate, protocol)
-            log.info("%s top-1 %.1f %%%s (%s)", protocol, scores[key], before, settings)
+            settings = images.describe(run.plan.recipe.evaluate, name.partition(" ")[0])
+            log.info("%s %.1f %%%s (%s)", name, scores[key], before, settings)
 
 
 def announced(run: RankRun, scores: Scores) -> Scores:
@@ -176,7 +184,7 @@ def attempt(run: RankRun, step: int, measure: Callable[[], Scores]) -> Scores:
     return scores
 
 
-def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
+def untrained_scores(run: RankRun, images: HeldOut) -> Scores:
     """Return the scores of the backbone with the weights that the run began with. They are computed once on a machine,
     and kept in its cache for further runs of the recipe."""
     recipe = run.plan.recipe
@@ -185,13 +193,13 @@ def untrained_scores(run: RankRun, sets: ProbeSets) -> Scores:
     def read() -> tuple[Path, Scores] | None:
         if run.world.rank:
             return None
-        path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, sets)}.json"
+        path = cache_folder(BASELINES) / f"{baseline_digest(run, backbone, images)}.json"
         return path, read_baseline(path)
 
     path, known = dist.gather_objects(dist.together(read))[0]
     if known:
         return known
-    scores = evaluate(backbone, sets, recipe.evaluate, **how(run))
+    scores = images.scores(backbone, recipe.evaluate, **how(run))
     try:
         if run.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,13 +221,12 @@ def read_baseline(path: Path) -> Scores:
         return {}
 
 
-def baseline_digest(run: RankRun, backbone: Backbone, sets: ProbeSets) -> str:
+def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
     """Return the digest of all that the scores of an untrained backbone depend on."""
     e = {name: value for name, value in asdict(run.plan.recipe.evaluate).items() if name not in ("every", "limit")}
-    data = [data_digest(sets.train, sets.train_samples), data_digest(sets.test, sets.test_samples)]
     recipe = run.plan.recipe
     weights = weights_digest(backbone, recipe.backbone, *recipe.data.channels)
-    return digest(BASELINE_FORMAT, weights, data, e, run.plan.recipe.precision, run.world.device.type)
+    return digest(BASELINE_FORMAT, weights, images.digests, e, run.plan.recipe.precision, run.world.device.type)
 
 
 def how(run: RankRun) -> dict[str, Any]:

@@ -19,6 +19,10 @@ GRACE = 2  # measurements at the start at which features may still be as the ran
 
 FAILED_EVALUATION = "failed evaluation"
 LOST_START = "start lost"
+BELOW, EQUAL = "below untrained", "not above untrained"
+BELOW_START = "below the start"
+AT_END = (BELOW, EQUAL, BELOW_START)  # of the evaluation at the end
+DIP = 5  # measurements of the kNN monitor before one of them may be a dip
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ KINDS = {
     "spike": "a lower optim.lr.value, a longer warm-up, or backbone.freeze_patch",
     "kNN dip": "the same as for a spike",
     LOST_START: "a lower optim.lr.value, a longer warm-up, optim.layer_decay or start.freeze",
+    BELOW: "the views, which may hide what tells the images apart: docs/sick.md; optim.lr; more epochs",
+    EQUAL: "optim.epochs, optim.lr and the views: docs/sick.md; with more held-out images chance is less",
+    BELOW_START: "a lower optim.lr.value, start.freeze, or start.stop_below",
     FAILED_EVALUATION: "the traceback in train.log; a smaller evaluate.limit or evaluate.size needs less memory",
 }
 
@@ -57,7 +64,7 @@ class Health:
         self.spikes = Spikes(layers)
         self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
         self.told: set[str] = set()
-        self.looks = 0
+        self.looks, self.settled = 0, 0  # measurements, and those that count for what must hold several times
         self.curve: list[float] = []  # of the kNN monitor
         self.low = False  # in a dip
         self.spread = False  # projections were not all alike at some measurement
@@ -79,6 +86,7 @@ class Health:
             self.looks += 1
             self.spread |= (r["projector_rank"] > 5 and r["uniformity"] < -0.5) or r.get("usage", 0) > 0.3
             settled = self.looks > GRACE and r["lr"] >= SETTLED * self.lr
+            self.settled += settled
             held = {k: text for k, text in conditions(r) if k in AT_ONCE or settled}
             if record["step"] <= self.frozen:
                 held.pop("frozen encoder", None)
@@ -102,7 +110,7 @@ class Health:
         times their noise, else None. A dip is reported at its first step."""
         before = self.curve[-8:]
         self.curve.append(top1)
-        if len(before) < 5:
+        if len(before) < DIP:
             return None
         changes = [abs(b - a) for a, b in itertools.pairwise(before)]
         noise = max(1.5 * median(changes), error, 1.0)
@@ -152,7 +160,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
 def words(findings: Sequence[Mapping[str, Any]]) -> str:
     """Return the findings of a run on one line."""
     if not findings:
-        return "nothing found"
+        return "no findings"
     kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}
     parts = [
         f"{kind} (step {steps[0]}" + (f", {len(steps)} times)" if len(steps) > 1 else ")")

@@ -27,6 +27,7 @@ STEPS_REPEATED, WALL_SECONDS = "steps_repeated", "wall_seconds"
 MFU, MEMORY_PEAK = "mfu", "memory/peak"
 MONITOR_KNN = "monitor/knn"
 KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
+CROPS_FOUND = "crops/found"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
 UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
@@ -45,6 +46,8 @@ METRICS = {
                compared=True, gauge="knn_accuracy_percent"),
         Metric(KNN_TOP5, "kNN evaluation, top-5 %", "", "higher", "evaluation"),
         Metric(LINEAR_TOP1, "linear, top-1 %", "Linear probe on cached features of centre crops, not the papers' one",
+               "higher", "end"),
+        Metric(CROPS_FOUND, "crops found, %", "How often a second crop of an image finds its own image, without labels",
                "higher", "end"),
         Metric(CLASSIFIER_TOP1, "classifier, top-1 %", "", "higher", "evaluation", compared=True),
         Metric(CLASSIFIER_TOP5, "classifier, top-5 %", "", "higher", "evaluation"),

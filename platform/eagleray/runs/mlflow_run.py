@@ -21,18 +21,25 @@ from typing import Any
 from eagleray.base.errors import Outage, UserError, hide_secrets, one_line
 from eagleray.base.files import read_history
 from eagleray.runs import layout
-from eagleray.runs.summary import finished
+from eagleray.runs.summary import HEALTH, VERDICT, finished
 from eagleray.runs.tracking import DataInput, Tracking, read_note, reserve, write_note
 from eagleray.storage.error_classes import Kind, kind_of
 
 log = logging.getLogger(__name__)
 EXPERIMENT = "eagleray"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's pages show it as training, not as chats
-RESULTS = (layout.RECIPE, layout.SUMMARY, layout.HEALTH_PLOT, layout.PLACES)  # the files that a run sends when it ends
+RESULTS = (
+    layout.RECIPE,
+    layout.SUMMARY,
+    layout.HEALTH,
+    layout.HEALTH_PLOT,
+    layout.PLACES,
+)  # the files that a run sends when it ends
 LATER = (layout.RESULTS, "report.html", "report")  # other commands send these
 REPLY = 5  # seconds that a server may take for one answer
 STORED = 120  # seconds that it may take for a file, which it may have to hand on to a store
 RETRIES = 4  # the client pauses half a minute in all, where nobody trains meanwhile
+LONGEST_TAG = 5000  # characters
 MOST = 1000  # numbers in a request, which a server stores whole or not at all
 LOGIN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
 
@@ -268,6 +275,8 @@ class MLflowRun:
             if status and self.client.get_run(self.id).info.status != status:
                 self.client.set_terminated(self.id, status)
                 self.sent[f"status {status}"] = 1
+            if folder:
+                self.tag(finished(folder) or {})
             configure(STORED)
             for path in files:
                 self.store(path)
@@ -275,6 +284,13 @@ class MLflowRun:
                 self.store_model(folder)
         if status:
             self.write(ended=status)
+
+    def tag(self, summary: Mapping[str, Any]) -> None:
+        """Write what the end of the run says of it, and its findings, as tags, which MLflow shows and searches."""
+        for key in (VERDICT, HEALTH):
+            if key in summary:
+                text = "; ".join(summary[key]) or "no findings"
+                self.client.set_tag(self.id, f"eagleray.{key}", text[:LONGEST_TAG])
 
     def store(self, path: Path) -> None:
         """Send a file, or the files of a folder, those that have changed. Does nothing when it is missing."""

@@ -119,9 +119,10 @@ def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_al
             labels.check_labels("data.test", test, method.classes, every=False)
     for key, data in ("data.test", test), ("data.train", index):
         unread = labels.unread_labels(data) if test and data else ""
-        if test and data and not data.labelled:
+        if test and data and not data.labelled and (test.labelled or index.labelled):
             why = f": {unread}" * bool(unread)
-            raise UserError(f"{key}: has no labels{why}; evaluation needs labels in both data.train and data.test")
+            both = "evaluation needs labels in both data.train and data.test, or none"
+            raise UserError(f"{key}: has no labels{why}; {both}")
         if unread:
             note(f"{key}: {unread}; evaluation leaves them out")
     if test:

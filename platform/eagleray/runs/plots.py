@@ -103,7 +103,9 @@ def draw(folder: Path) -> Path:
     height = head + sum(p.height + GAP for p in panels) + 0.4
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
     left, width, bottom = LEFT / WIDTH, 1 - (LEFT + RIGHT) / WIDTH, height - head
-    title = shorten(f"{folder.resolve().name}: {words(findings)}", 110, placeholder=" ...")
+    looks = len(curves.get("health/update", ([],))[0])
+    found = words(findings) + f" in {looks} measurements" * (not findings)
+    title = shorten(f"{folder.resolve().name}: {found}", 110, placeholder=" ...")
     figure.text(left, 1 - 0.2 / height, title, fontsize=10, color=INK, va="center")
     for panel in panels:
         bottom -= panel.height

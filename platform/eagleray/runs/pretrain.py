@@ -22,6 +22,7 @@ from eagleray.runs import evaluations, layout
 from eagleray.runs.anchor import Anchor
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.callbacks import Callbacks, RunView
+from eagleray.runs.checked import Checked, checked
 from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
@@ -35,6 +36,7 @@ from eagleray.runs.run_dir import RunDir
 from eagleray.runs.start import build_started, take_progress
 from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.step_log import OpenLine
+from eagleray.runs.summary import CHECKED, UNCHECKED, VERDICT
 from eagleray.runs.teacher import teach
 from eagleray.runs.tracking import Tracking
 from eagleray.runs.train import train
@@ -148,13 +150,29 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
         images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
         with exact_products():
             to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images, plan.origin)
-    summary = {"steps": step, "epochs": round(plan.at(step).epoch, 3), "images": step * plan.stream.batch}
+    summary: dict[str, Any] = {"steps": step, "epochs": round(plan.at(step).epoch, 3)}
+    summary["images"] = step * plan.stream.batch
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)
     summary = scores | summary | {"wall_seconds": round(run.clock.seconds, 1)}
+    summary[VERDICT] = evaluations.verdict(run, scores)
+    summary |= dict(zip((CHECKED, UNCHECKED), what_was_checked(run), strict=True))
     folder.end(summary, run.clock.useful)
     folder.callbacks("end", summary)
     return summary
+
+
+def what_was_checked(run: RankRun) -> Checked:
+    """Return what the health of the run was checked for, as rank 0 has logged it."""
+    plan, starts = run.plan, run.folder.starts
+    return checked(
+        run.folder.records(),
+        lr=plan.lr.value,
+        frozen=plan.frozen_steps,
+        starts=[line["step"] for line in starts.starts] if starts else (),
+        labelled=plan.index.labelled and not run.method.supervised,
+        started=run.stateful.guard.watches,
+    )
 
 
 def describe(run: RankRun) -> str:

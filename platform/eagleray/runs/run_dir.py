@@ -19,7 +19,7 @@ from eagleray.engine.checkpoint_names import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout
 from eagleray.runs.attempts import Attempts
-from eagleray.runs.health import KINDS, Finding, words
+from eagleray.runs.health import AT_END, KINDS, Finding, words
 from eagleray.runs.lease import Lease
 from eagleray.runs.mirror import Mirror
 from eagleray.runs.mlflow_log import MLflow
@@ -29,7 +29,7 @@ from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.run_store import FolderClaim, run_store
 from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
-from eagleray.runs.summary import read_summary
+from eagleray.runs.summary import CHECKED, HEALTH, UNCHECKED, read_summary
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import store
 
@@ -270,10 +270,18 @@ class RunDir:
         return read_history(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
-        """Log the findings, each with advice on what to change."""
+        """Log the findings, each with advice on what to change. Of an evaluation that is made again because its process
+        died, they are known."""
+        known = [(f["step"], f["kind"]) for f in self._found()] if findings else []
         for found in findings if self.rank == 0 else ():
+            if (found.step, found.kind) in known and found.kind in AT_END:
+                continue
             log.warning("step %d: %s: %s; look at %s", found.step, found.kind, found.text, KINDS[found.kind])
             self.findings.log(asdict(found))
+
+    def _found(self) -> list[dict[str, Any]]:
+        """Return the findings so far, on rank 0."""
+        return read_history(self.path / layout.HEALTH) if self.rank == 0 else []
 
     def begin_evaluation(self, summary: Mapping[str, Any]) -> int:
         """Write the summary without scores, and return how often the evaluation at the end of the run has begun, on
@@ -295,9 +303,11 @@ class RunDir:
         self._write_late()
         summary |= self.starts.tally(useful)
         summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))
-        found = read_history(self.path / layout.HEALTH)
-        summary["health"] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
-        log.info("health: %s", words(found))
+        found = self._found()
+        summary[HEALTH] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
+        log.info("health: %s; checked: %s", words(found), "; ".join(summary.get(CHECKED) or ["nothing"]))
+        if summary.get(UNCHECKED):
+            log.info("not checked: %s", "; ".join(summary[UNCHECKED]))
         files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
         self._send({"step": summary["steps"] + 1} | summary)
         try:

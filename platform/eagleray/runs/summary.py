@@ -9,11 +9,13 @@ from eagleray.base.files import LARGE, is_number
 from eagleray.runs import layout
 
 COUNTS = ("steps", "images", layout.EVALUATION_STARTS)
+HEALTH, VERDICT, CHECKED, UNCHECKED = "health", "verdict", "checked", "unchecked"  # keys of lists of sentences
+SENTENCES = (HEALTH, VERDICT, CHECKED, UNCHECKED)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the numbers at the end of a run and its list `health`; nothing while it has not ended. What is of another
-    type is left out. Raises UserError when the file is no JSON object."""
+    """Return the numbers at the end of a run and its lists of sentences; nothing while it has not ended. What is of
+    another type is left out. Raises UserError when the file is no JSON object."""
     path = folder / layout.SUMMARY
     return parse_summary(path.read_bytes() if path.exists() else None, str(path))
 
@@ -42,4 +44,6 @@ def if_finished(summary: dict[str, Any], steps: int) -> dict[str, Any] | None:
 def _fits(key: str, value: Any) -> bool:
     if key in COUNTS:
         return type(value) is int and 0 <= value < LARGE
-    return isinstance(value, list) if key == "health" else is_number(value)
+    if key in SENTENCES:
+        return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
+    return is_number(value)

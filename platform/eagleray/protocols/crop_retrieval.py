@@ -1,0 +1,91 @@
+"""Measure a backbone without labels: how often a second random crop of an image finds its own image among all.
+
+Instance discrimination as a test: Wu et al. 2018, arXiv:1805.01978, section 3. docs/evaluate.md says how its order of
+backbones agrees with that of kNN.
+"""
+
+import zlib
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray.base import dist
+from eagleray.config.types import Format
+from eagleray.data.index import Index
+from eagleray.engine.precision import autocast
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.feature_shards import own_samples
+from eagleray.protocols.image_batches import THREADS, Reading, batches
+from eagleray.views.photometric import normalise
+
+AREA = 0.2, 1.0  # of the centre square, that a crop takes
+
+
+def crops_found(
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    *,
+    size: int,
+    resize: int,
+    precision: Format = "auto",
+    reading: Reading = THREADS,
+) -> float | None:
+    """Return in percent how often the second crop of an image is nearest, by the cosine of pooled features, to the
+    first crop of the same image, of the first crops of all samples that decode; None if fewer than two of them do.
+
+    Crops of `size` pixels are cut from the centre square of the image with its short side at `resize`. They depend on
+    the sample alone, so that all backbones see the same ones. Each rank embeds a share. Called by all ranks together.
+    """
+    embed = partial(features_of_crops, backbone, index, own_samples(samples), size, resize, precision, reading)
+    mine = dist.together(embed)
+    pairs = dist.gather(mine, dist.gather_objects(len(mine)))
+    if len(pairs) < 2:
+        return None
+    first, second = F.normalize(pairs.nan_to_num(0, 0, 0), dim=2).unbind(1)
+    nearest = (second @ first.T).argmax(1)
+    own = nearest == torch.arange(len(pairs), device=pairs.device)
+    return 100 * int(dist.gather_objects(int(own.sum()))[0]) / len(pairs)
+
+
+@in_eval_mode
+@torch.no_grad()
+def features_of_crops(
+    backbone: Backbone,
+    index: Index,
+    samples: NDArray[np.int64],
+    size: int,
+    resize: int,
+    precision: Format,
+    reading: Reading,
+) -> Tensor:
+    """Return the pooled features (n, 2, D) of two crops of each sample that decodes, on the backbone's device."""
+    device = next(backbone.parameters()).device
+    parts = [torch.empty(0, 2, backbone.dim, device=device)]
+    for rows, images in batches(index, samples, resize, resize, reading=reading):
+        views = []
+        for number in range(2):
+            x = normalise(random_crops(images, rows, size, number), device)
+            with autocast(device, precision):
+                views.append(backbone.pooled(x).float())
+        parts.append(torch.stack(views, 1))
+    return torch.cat(parts)
+
+
+def random_crops(images: Tensor, samples: list[int], size: int, number: int) -> Tensor:
+    """Return a random square crop (b, 3, size, size) of each image (b, 3, S, S), uint8: the crop of this number of a
+    sample is always the same."""
+    side, out = images.shape[-1], []
+    for sample, image in zip(samples, images, strict=True):
+        draw = np.random.default_rng([zlib.crc32(b"crop"), number, sample])
+        edge = max(round(side * draw.uniform(*AREA) ** 0.5), 1)
+        top, left = draw.integers(0, side - edge + 1, 2).tolist()
+        part = image[None, :, top : top + edge, left : left + edge].float()
+        resized = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)
+        out.append(resized.round().clamp(0, 255).byte())
+    return torch.cat(out)
