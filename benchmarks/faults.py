@@ -36,6 +36,7 @@ from eagleray.engine.world import local
 from eagleray.methods import simsiam
 from eagleray.runs import pretrain, recipe
 from eagleray.runs.build import build_method
+from eagleray.runs.health import AT_END
 from eagleray.runs.plan import resolve_paths
 from eagleray.runs.tracking import Tracking
 
@@ -131,7 +132,8 @@ def trained(name: str, args: argparse.Namespace) -> dict[str, Any]:
             pretrain.pretrain(r, local(), tracking=Tracking(args.tracking))
         except UserError as e:
             stopped = str(e)
-        found = read_lines(out / "health.jsonl")
+        # So few steps need not end above the untrained backbone.
+        found = [f for f in read_lines(out / "health.jsonl") if f["kind"] not in AT_END]
         if args.keep:
             (args.keep / f"{name.replace(' ', '-')}.jsonl").write_text((out / "metrics.jsonl").read_text())
     kinds = list(dict.fromkeys(f["kind"] for f in found))

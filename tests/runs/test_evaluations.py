@@ -49,7 +49,7 @@ def test_evaluations_that_raise_do_not_end_the_run(
         (step, "failed evaluation", said) for step in (10, 12)
     ]
     assert SIZE in (out / layout.LOG).read_text(), "where it happened"
-    [table] = findings(read(str(out)))
+    table, _ = findings(read(str(out)))
     assert [row[1] for row in table.rows] == ["failed evaluation"] * 2
     pretrain(*split(arguments(small, shards, whole, *KEYS)))
     assert_same(weights(out), weights(whole))  # it was given the same samples as a run whose evaluations succeed
