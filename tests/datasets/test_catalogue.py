@@ -1,21 +1,30 @@
 """Sets by name: from a source laid out as it is downloaded to shards with its images, labels and splits."""
 
+import importlib
+import inspect
+import pkgutil
 import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers.drloc_sets import SETS
+from helpers import drloc_sets, suite_sets
 from helpers.sources import check_shards, check_split, drop_reasons, read_source, source_error
 from scipy.io import savemat
 
 from eagleray.cli.catalogue import catalogue
-from eagleray.datasets import sources
-from eagleray.datasets.catalogue import DATASETS, MODULES, OTHERS, SOURCES
+from eagleray.datasets import sets, sources
+from eagleray.datasets.catalogue import DATASETS
+from eagleray.datasets.sets import OTHERS, SHIPPED
 from eagleray.datasets.sources.imagenet_subsets import CLASSES
+from eagleray.datasets.sources.source import SourceFiles
 
+SETS = drloc_sets.SETS | suite_sets.SETS
+PNG = ("cifar-10", "svhn", "mnist", "fer2013", "stl10", "pcam", "ucf101")
+FORMS = dict.fromkeys(PNG, "PNG") | {"pets": "JPEG", "voc2007": "JPEG", "gtsrb": "PPM"}
 CASES = [(name, split) for name in SETS for split in DATASETS[name].splits]
 
 
@@ -24,9 +33,9 @@ def test_every_split_has_its_images_and_labels(name: str, split: str, tmp_path: 
     check_split(SETS[name], name, split, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "form"), [("cifar-10", "PNG"), ("svhn", "PNG"), ("pets", "JPEG")])
-def test_shards_hold_what_the_source_holds(name: str, form: str, tmp_path: Path):
-    check_shards(SETS[name], name, form, tmp_path)
+@pytest.mark.parametrize("name", FORMS)
+def test_shards_hold_what_the_source_holds(name: str, tmp_path: Path):
+    check_shards(SETS[name], name, FORMS[name], tmp_path)
 
 
 def test_classes_have_their_names(tmp_path: Path):
@@ -120,13 +129,19 @@ def test_a_split_that_a_set_does_not_have_is_refused(tmp_path: Path):
     assert source_error("pets", tmp_path, split="train") == "--split train: expected trainval, test"
 
 
-def test_every_source_file_is_in_the_catalogue_and_every_name_is_there_once():
-    folder = Path(sources.__path__[0])
-    described = {p.stem for p in folder.glob("*.py") if re.search(r"^SOURCES\b", p.read_text(), re.MULTILINE)}
-    assert described == {m.__name__.rpartition(".")[2] for m in MODULES}
-    assert len(SOURCES) == sum(len(m.SOURCES) for m in MODULES)
-    assert not SOURCES.keys() & OTHERS.keys()
+def test_every_reader_is_in_the_table_and_every_name_is_there_once():
+    """A reader is a function of a file of sources/ that is given the options and returns files."""
+    modules = [importlib.import_module(f"{sources.__name__}.{m.name}") for m in pkgutil.iter_modules(sources.__path__)]
+    functions = [f for m in modules for n, f in vars(m).items() if inspect.isfunction(f) and n[0] != "_"]
+    readers = {f for f in functions if inspect.get_annotations(f).get("return") is SourceFiles and is_reader(f)}
+    assert readers == {source.find for source in SHIPPED.values()}
+    names = re.findall(r'^    "([\w-]+)": ', Path(sets.__file__).read_text(), re.MULTILINE)
+    assert sorted(names) == sorted([*SHIPPED, *OTHERS])
     assert len({d.short for d in DATASETS.values()}) == len(DATASETS)
+
+
+def is_reader(function: Callable[..., Any]) -> bool:
+    return list(inspect.signature(function).parameters) == ["options"]
 
 
 def test_the_table_in_the_docs_is_that_of_the_catalogue():

@@ -21,7 +21,7 @@ from scipy.io import loadmat, savemat
 
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources import imagenet, matlab
-from eagleray.datasets.sources.gtsrb import TRUTH
+from eagleray.datasets.sources.image_lists import SIGNS_TEST
 from eagleray.datasets.sources.item import table
 from eagleray.datasets.sources.source import fetch
 
@@ -53,9 +53,9 @@ def car(**fields: Any) -> Change:
 LABELS, IDS, DIGITS = "imagelabels.mat", "setid.mat", "train_32x32.mat"
 WHOLE = "expected whole numbers of "
 CASES: dict[str, tuple[str, Change, str]] = {
-    "a class that is no ASCII digit": ("gtsrb", text(TRUTH, ";42\n", ";\u00b2\n"), "expected a class of 0 to 42"),
-    "a class of 5000 digits": ("gtsrb", text(TRUTH, ";42\n", f";{BIG}\n"), "expected a class of 0 to 42"),
-    "a field of 200 kB": ("gtsrb", text(TRUTH, ";42\n", ";" + "x" * 200_000), "not a CSV file: field larger than"),
+    "a class that is no ASCII digit": ("gtsrb", text(SIGNS_TEST, ";42\n", ";\u00b2\n"), "expected a class of 0 to 42"),
+    "a class of 5000 digits": ("gtsrb", text(SIGNS_TEST, ";42\n", f";{BIG}\n"), "expected a class of 0 to 42"),
+    "a field of 200 kB": ("gtsrb", text(SIGNS_TEST, ";42\n", ";" + "x" * 200_000), "not a CSV file: field larger than"),
     "a label of 10^10": ("clipart", text("clipart_test.txt", " 1\n", " 10000000000\n"), "class number below 345"),
     "a label of 5000 digits": ("clipart", text("clipart_test.txt", " 1\n", f" {BIG}\n"), "class number below 345"),
     "a breed of 5000 digits": ("pets", text("annotations/test.txt", " 37 ", f" {BIG} "), "its class from 1 to 37"),

@@ -9,7 +9,8 @@ from helpers.pictures import picture
 from helpers.sources import Images, Layout
 from scipy.io import savemat
 
-from eagleray.datasets.sources import domainnet as domainnet_source
+from eagleray.datasets.sets import SHIPPED
+from eagleray.datasets.sources import image_lists
 from eagleray.datasets.sources.imagenet_subsets import CLASSES
 
 
@@ -110,5 +111,5 @@ SETS: dict[str, Layout] = {
     "flowers-102": flowers,
     "pets": pets,
     **{name: imagenet_subset(name) for name in CLASSES},
-    **{name: domainnet(name) for name in domainnet_source.SOURCES},
+    **{name: domainnet(name) for name, source in SHIPPED.items() if source.find is image_lists.domainnet},
 }

@@ -13,8 +13,7 @@ from helpers.pictures import encode, picture
 from helpers.sources import Images, Layout, read_source
 from scipy.io import savemat
 
-from eagleray.datasets.sources import voc2007
-from eagleray.datasets.sources.gtsrb import TRUTH
+from eagleray.datasets.sources.image_lists import SIGNS_TEST, VOC_CLASSES
 from eagleray.datasets.sources.pcam import STEM
 
 Rows = dict[str, tuple[str, int]]  # an image's path and its class, by what a list calls it
@@ -98,7 +97,7 @@ def voc(folder: Path, split: str) -> Images:
     (folder / "ImageSets" / "Main").mkdir(parents=True)
     expected: Images = {}
     for part, names in {**parts, "trainval": parts["train"] + parts["val"]}.items():
-        for c, of in enumerate(voc2007.CLASSES):
+        for c, of in enumerate(VOC_CLASSES):
             lines = [f"{n} {1 if int(n) == c else 0 if int(n) == c - 1 else -1:2d}\n" for n in names]
             (folder / "ImageSets" / "Main" / f"{of}_{part}.txt").write_text("".join(lines))
         if part == split:
@@ -170,7 +169,7 @@ def gtsrb(folder: Path, split: str) -> Images:
             key = name.removeprefix("Training/" if name in train else "Final_Test/Images/")
             expected[key.removesuffix(".ppm")] = (data, y)
     lines = [f"{name.rpartition('/')[2]};53;54;6;5;48;49;{y}\n" for name, y in test.items()]
-    (folder / TRUTH).write_text("Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId\n" + "".join(lines))
+    (folder / SIGNS_TEST).write_text("Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId\n" + "".join(lines))
     return expected
 
 

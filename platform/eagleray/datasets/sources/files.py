@@ -2,6 +2,8 @@
 
 import csv
 import io
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
@@ -31,6 +33,29 @@ def list_tree(url: str) -> list[Blob]:
 def relative_path(blob: Blob, folder: str) -> str:
     """Return the path of a file relative to a folder."""
     return blob.url.removeprefix(folder.rstrip("/") + "/")
+
+
+def by_path(blobs: Iterable[Blob], folder: str) -> dict[str, Blob]:
+    """Return files by their paths relative to a folder."""
+    return {relative_path(blob, folder): blob for blob in blobs}
+
+
+def by_name(blobs: Iterable[Blob]) -> dict[str, Blob]:
+    """Return files by their names, whatever folders they lie in; of several with one name, the last."""
+    return {PurePosixPath(blob.url).name: blob for blob in blobs}
+
+
+def pick(origin: str, blobs: Mapping[str, Blob], names: Iterable[str], archive: str = "") -> list[Blob]:
+    """Return the files of some names, each of which may be two names divided by ` or `.
+
+    Raises UserError, which names the first file that is missing and the archive that it is unpacked from; in the name
+    of the archive, {} stands for that of the file.
+    """
+    found = {name: next((blobs[n] for n in name.split(" or ") if n in blobs), None) for name in names}
+    if missing := next((name for name, blob in found.items() if blob is None), None):
+        hint = f", unpacked from {archive.format(missing)}" if archive else ""
+        raise missing_error(origin, f"{missing} in it{hint}")
+    return [blob for blob in found.values() if blob]
 
 
 def read_text(url: str) -> str:

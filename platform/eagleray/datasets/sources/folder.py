@@ -9,7 +9,7 @@ from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import OWN, Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 
 
@@ -26,7 +26,7 @@ def folder(options: PrepareOptions) -> SourceFiles:
 
 def coco(options: PrepareOptions) -> SourceFiles:
     """Find the images of a split of COCO: the folder that its zip file unpacks to, below the folder of the data set."""
-    root = f"{options.origin}/{options.split or 'train2017'}"
+    root = f"{options.origin}/{options.split}"
     blobs, unread = _find(root)
     if not blobs:
         raise files.missing_error(options.origin, f"a folder {root.rpartition('/')[2]}/ with images")
@@ -56,13 +56,3 @@ def _items(origin: str, blobs: Sequence[Blob], labels: dict[str, int] | None = N
         name = files.relative_path(blob, origin)
         key, extension = key_and_extension(name)
         yield Item(key, blob.url, 0, blob.size, extension, (labels or {}).get(name.partition("/")[0], -1))
-
-
-SOURCES = {
-    "coco": Source(
-        coco,
-        licence="images under the licences of their Flickr authors, annotations CC BY 4.0",
-        splits=("train2017", "val2017", "test2017", "unlabeled2017"),
-    ),
-    "folder": Source(folder, licence=OWN),
-}

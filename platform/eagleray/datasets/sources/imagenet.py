@@ -12,7 +12,7 @@ from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
 from eagleray.datasets.sources.matlab import load
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.datasets.sources.tars import gunzip, members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -27,10 +27,9 @@ LAYOUTS = "a tar of class tars, class tars n01440764.tar ..., or class folders n
 
 def imagenet_1k(options: PrepareOptions) -> SourceFiles:
     """Find ImageNet-1k (ILSVRC 2012): the archives as downloaded, or the folders that PyTorch or Kaggle use."""
-    split = options.split or "train"
-    origin, blobs = _find_split(options.origin, split)
+    origin, blobs = _find_split(options.origin, options.split)
     extra = files.list_folder(options.labels) if options.labels else []
-    return SourceFiles([*blobs, *extra], partial(_listing, origin, blobs, split, options.labels))
+    return SourceFiles([*blobs, *extra], partial(_listing, origin, blobs, options.split, options.labels))
 
 
 def imagenet_22k(options: PrepareOptions) -> SourceFiles:
@@ -160,23 +159,3 @@ def _devkit_files(url: str) -> dict[str, bytes]:
             url, "the development kit of ILSVRC 2012, which has data/meta.mat, or LOC_val_solution.csv"
         )
     return {n: bytes(store.store(url).get(blobs[n])) for n in names if n in blobs}
-
-
-SOURCES = {
-    "imagenet-1k": Source(
-        imagenet_1k,
-        licence=IMAGENET,
-        splits=("train", "val", "test"),
-        options=("labels",),
-        dataset=Dataset(
-            "ImageNet-1k",
-            short="in1k",
-            classes=1000,
-            splits={"train": 1_281_167, "val": 50_000},
-            obtain="Download ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
-            "image-net.org/download-images",
-            contents="[the tars, or class folders](prepare.md#sources)",
-        ),
-    ),
-    "imagenet-22k": Source(imagenet_22k, licence=IMAGENET),
-}

@@ -13,7 +13,7 @@ from eagleray.base.errors import UserError
 from eagleray.datasets.sources.imagenet import imagenet_1k
 from eagleray.datasets.sources.item import Item, Listing, class_labels
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import IMAGENET, Dataset, Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 
 IMAGENET_100 = """
 n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
@@ -52,28 +52,3 @@ def _items(whole: Listing, classes: Sequence[str]) -> Iterator[Item]:
     for item in whole.items:
         if item.label >= 0 and whole.classes[item.label] in labels:
             yield item._replace(label=labels[whole.classes[item.label]])
-
-
-def _source(name: str, title: str, short: str, splits: dict[str, int], chosen: str) -> Source:
-    """Return the source of a subset whose classes are those of `chosen`."""
-    return Source(
-        imagenet_subset,
-        licence=IMAGENET,
-        options=("labels",),
-        dataset=Dataset(
-            title,
-            short=short,
-            classes=len(CLASSES[name]),
-            splits=splits,
-            obtain="Download ImageNet-1k, of which it is a part",
-            contents=f"the files of `imagenet-1k`; the classes are those of {chosen}",
-        ),
-    )
-
-
-SOURCES = {
-    "imagenet-100": _source("imagenet-100", "ImageNet-100", "in100", {"train": 126_689, "val": 5_000}, "CMC"),
-    "imagenet-10": _source(
-        "imagenet-10", "ImageNet-10", "in10", {"train": 13_000, "val": 500}, "DAC and Contrastive Clustering"
-    ),
-}

@@ -1,14 +1,64 @@
-"""Read text files that list images with their classes, one image on each line."""
+"""Find the images of a data set whose classes are in lists, and read such lists, with one image on each line."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Literal
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
-from eagleray.datasets.sources.item import Item, key_and_extension
+from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 
 DIGITS = 18  # of a class number, at most; Python refuses to read thousands
+Rows = Iterable[tuple[str, int]]  # what a list calls an image, and its label
+ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # from lists; with the names of the classes
+
+
+def find_listed(
+    origin: str,
+    tables: Sequence[str],
+    folder: str,
+    read: ReadLists,
+    *,
+    expected: str = "",
+    anywhere: bool = False,
+    by: Literal["path", "whole path", "name"] = "path",
+    wanted: Callable[[str], bool] = is_image,
+) -> SourceFiles:
+    """Find the lists of a data set, and the images in a folder; the paths of both are those below `origin`.
+
+    The lists may lie in any folder if they may be `anywhere`. They name an image `by` its path in the folder, by its
+    whole path below `origin` or by the name of its file. Raises UserError when a list is missing or when there is no
+    image, where `expected` says what was expected.
+    """
+    if anywhere:
+        names = files.by_name(files.list_tree(origin))
+        there = {table: names[name] for table in tables if (name := PurePosixPath(table).name) in names}
+    else:
+        parents = dict.fromkeys(f"{origin}/{table}".rpartition("/")[0] for table in tables)
+        there = files.by_path((blob for parent in parents for blob in files.list_folder(parent + "/")), origin)
+    found = files.pick(origin, there, tables)
+    images = [blob for blob in files.list_tree(f"{origin}/{folder}") if wanted(blob.url)]
+    if not images:
+        raise files.missing_error(origin, expected or f"{folder}/ with images in it")
+
+    def listing() -> Listing:
+        rows, classes = read(found)
+        root = origin if by == "whole path" else f"{origin}/{folder}"
+        return Listing(
+            match_items(rows, files.by_name(images) if by == "name" else files.by_path(images, root)), classes
+        )
+
+    return SourceFiles([*found, *images], listing)
+
+
+def lines(url: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of every line of a text file that is not empty."""
+    for number, line in enumerate(files.read_text(url).splitlines(), 1):
+        if line.strip():
+            yield number, line.strip()
 
 
 def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterator[tuple[str, int]]:
@@ -18,23 +68,28 @@ def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterato
     skipped. Raises UserError for any other line that does not match or whose class is none of `labels`; `expected`
     describes the right form of a line.
     """
-    for number, line in enumerate(files.read_text(url).splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
+    for number, line in lines(url):
+        if line.startswith("#"):
             continue
-        match = re.fullmatch(pattern, line.strip())
+        match = re.fullmatch(pattern, line)
         if not match or len(match["label"]) > DIGITS or int(match["label"]) not in labels:
-            raise UserError(f"{url}: line {number}: expected {expected}, found {line.strip()[:80]!r}")
+            raise UserError(f"{url}: line {number}: expected {expected}, found {line[:80]!r}")
         yield match["name"], int(match["label"])
 
 
-def match_items(rows: Iterable[tuple[str, int]], blobs: Mapping[str, Blob]) -> Iterator[Item]:
-    """Yield an item for every file name and label in a list; `blobs` are the files by name.
+def names_of(classes: Mapping[int, str]) -> list[str]:
+    """Return the names of classes in the order of their labels; that of a label without a name is empty."""
+    return [classes.get(label, "") for label in range(max(classes, default=-1) + 1)]
+
+
+def match_items(rows: Rows, blobs: Mapping[str, Blob], call: Callable[[str], str] = str) -> Iterator[Item]:
+    """Yield an item for every file name and label in a list; `blobs` are the files by what `call` makes of that name.
 
     If the file is missing, the item carries a reason for which it is dropped.
     """
     for name, label in rows:
         key, extension = key_and_extension(name)
-        blob = blobs.get(name)
+        blob = blobs.get(call(name))
         if blob is None:
             yield Item(key, "", 0, 0, reason="listed, but not among the files")
         else:

@@ -12,7 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension, metadata_json
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
@@ -23,13 +23,12 @@ def openimages(options: PrepareOptions) -> SourceFiles:
     """Find the images of a CSV list with a column ImageID; its other columns become metadata."""
     if not options.origin.lower().endswith(".csv"):
         raise UserError(f"{options.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
-    split = options.split or "train"
-    folder = options.images or f"{BUCKET}/{split}"
+    folder = options.images or f"{BUCKET}/{options.split}"
     table = files.find_file(options.origin)
     images = [b for b in files.list_tree(folder) if is_image(b.url)]
     if not images:
         raise UserError(f"--images {folder}: contains no image files")
-    return SourceFiles([table, *images], partial(_listing, table, images, split))
+    return SourceFiles([table, *images], partial(_listing, table, images, options.split))
 
 
 def _listing(table: Blob, images: list[Blob], split: str) -> Listing:
@@ -69,13 +68,3 @@ def _rows(table: Blob) -> Iterator[dict[str, str]]:
             yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as e:
         raise UserError(f"{table.url}: not a CSV of image ids: {' '.join(str(e).split())}") from None
-
-
-SOURCES = {
-    "openimages": Source(
-        openimages,
-        licence="images CC BY 2.0 as their authors state, kept as License in the metadata; annotations CC BY 4.0",
-        splits=("train", "validation", "test"),
-        options=("images",),
-    )
-}

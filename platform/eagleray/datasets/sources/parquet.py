@@ -15,7 +15,7 @@ from eagleray.data.tar_scan import LARGEST
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, key_and_extension, metadata_json
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import OWN, Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import READ, RangeFile, Span
@@ -215,6 +215,3 @@ def _plain_cell(value: Any) -> Any:
         return None
     plain = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else str(value)
-
-
-SOURCES = {"parquet": Source(parquet, licence=OWN, options=("column",))}

@@ -2,9 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,8 @@ from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Data, Dataset, Source, SourceFiles
+from eagleray.datasets.sources.raw_pixels import RAW
+from eagleray.datasets.sources.source import Data, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
@@ -23,22 +22,19 @@ STEM = "camelyonpatch_level_2_split_"
 PARTS = {"trainval": ("train", "valid"), "test": ("test",), "train": ("train",), "val": ("valid",)}
 SHAPE = (96, 96, 3)
 MOST = 1024  # patches in memory at once
-ARRAY = "array"  # extension of items whose bytes are raw pixels
 
 
 def pcam(options: PrepareOptions) -> SourceFiles:
     """Find the files of patches and of labels of a split."""
-    blobs = {PurePosixPath(b.url).name: b for b in files.list_folder(options.origin + "/")}
-    parts = PARTS[options.split or "trainval"]
+    parts = PARTS[options.split]
     names = [f"{STEM}{part}_{kind}.h5" for part in parts for kind in "xy"]
-    if missing := [name for name in names if name not in blobs]:
-        raise files.missing_error(options.origin, f"{missing[0]} in it, unpacked from {missing[0]}.gz")
-    pairs = [(part, blobs[f"{STEM}{part}_x.h5"], blobs[f"{STEM}{part}_y.h5"]) for part in parts]
-    return SourceFiles([blobs[name] for name in names], partial(_listing, pairs), read)
+    blobs = files.pick(options.origin, files.by_name(files.list_folder(options.origin + "/")), names, "{}.gz")
 
+    def listing() -> Listing:
+        pairs = zip(parts, blobs[::2], blobs[1::2], strict=True)
+        return Listing((item for pair in pairs for item in _items(*pair)), ("no tumour", "tumour"))
 
-def _listing(pairs: Sequence[tuple[str, Blob, Blob]]) -> Listing:
-    return Listing((item for pair in pairs for item in _items(*pair)), ("no tumour", "tumour"))
+    return SourceFiles(blobs, listing, read)
 
 
 def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
@@ -50,7 +46,7 @@ def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
     rows = _rows_of_chunk(x)
     for i, label in enumerate(y.tolist()):
         group = i // rows if rows > 1 else -1
-        yield Item(f"{part}/{i:06d}", images.url, i, int(np.prod(SHAPE)), ARRAY, int(label), group)
+        yield Item(f"{part}/{i:06d}", images.url, i, int(np.prod(SHAPE)), RAW, int(label), group)
 
 
 def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
@@ -82,19 +78,3 @@ def _dataset(url: str, size: int, name: str) -> Any:
         return h5py.File(io.BufferedReader(RangeFile(Span("", url, 0, size)), READ), "r")[name]
     except (OSError, KeyError, ValueError, RuntimeError) as e:
         raise UserError(f"{url}: expected an HDF5 file with {name}: {' '.join(str(e).split())[:200]}") from None
-
-
-SOURCES = {
-    "pcam": Source(
-        pcam,
-        licence="CC0",
-        dataset=Dataset(
-            "PatchCamelyon",
-            short="pcam",
-            classes=2,
-            splits={"trainval": 294_912, "test": 32_768, "train": 262_144, "val": 32_768},
-            obtain="Download the six files camelyonpatch_level_2_split_*.h5.gz from github.com/basveeling/pcam",
-            contents="`camelyonpatch_level_2_split_train_x.h5` and so on, unpacked; needs `eagleray[hdf5]`",
-        ),
-    )
-}

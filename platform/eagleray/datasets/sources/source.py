@@ -14,10 +14,7 @@ from eagleray.storage.range_file import Span, read_span
 Data = bytes | memoryview
 Read = Callable[[Sequence[Item]], Iterator[tuple[Item, Data]]]
 
-# Licences that several sources share.
-OWN = "not stated by the source: you have to know it"
-IMAGENET = "ImageNet terms of access: non-commercial research and education only"
-RESEARCH = "published for research; no formal licence"
+OWN = "not stated by the source: you have to know it"  # its licence
 
 
 @dataclass(frozen=True)

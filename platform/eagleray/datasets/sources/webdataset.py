@@ -18,7 +18,7 @@ from eagleray.data.tar_scan import LABEL, LARGEST, MEMBERS, NO_IMAGE, START, key
 from eagleray.datasets.sources.files import find_file
 from eagleray.datasets.sources.item import Item, Listing, to_json
 from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import OWN, Source, SourceFiles
+from eagleray.datasets.sources.source import SourceFiles
 from eagleray.datasets.sources.tars import SPARSE, DamagedTar, members_and_holes
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -163,6 +163,3 @@ def _fault(image: _Part, parts: list[_Part]) -> str | None:
     if large := next((p for p in used if p.span.size > (LARGEST if p is image else LARGEST_TEXT)), None):
         return f"its .{large.last} has {large.span.size} bytes"
     return f"{sparse.last} {SPARSE}" if (sparse := next((p for p in used if p.sparse), None)) else None
-
-
-SOURCES = {"webdataset": Source(webdataset, licence=OWN, options=("where", "columns"))}
