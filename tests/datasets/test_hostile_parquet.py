@@ -1,15 +1,17 @@
 """Parquet files of strangers end in images or in a line that names the file, in bounded memory."""
 
 import datetime
+import re
 import resource
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.fuzzing import counts, examples, generators, one_line
-from helpers.layouts import write_parquet
+from helpers.layouts import run_prepare, write_parquet
 from helpers.mutations import change_bytes
 from helpers.pictures import jpeg
 from helpers.sources import find_source, source_error
@@ -53,6 +55,75 @@ def test_a_caption_that_stands_for_all_rows(tmp_path: Path, monkeypatch: pytest.
     assert "the columns beside image have more than 33554432 bytes" in refused(tmp_path / "x.parquet")
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("kind", ["a cell", "a cell in a struct", "a caption", "a float"])
+def test_a_page_that_unpacks_to_a_gigabyte_is_a_reason(kind: str, version: str, tmp_path: Path) -> None:
+    """36 kB took 5 GiB, and were said to have no bytes. The other row group is read."""
+    image, zeros = [jpeg(1), jpeg(2)], bytes(2**27)
+    columns: list[dict[str, Any]] = [{"image": image, "caption": ["a", "b"], "label": [1.0, 2.0]} for _ in range(2)]
+    if kind == "a caption":
+        columns[1]["caption"] = ["a", zeros.decode()]
+    elif kind == "a float":  # as many as a file of any size may have
+        columns[1] = {name: [value[0]] * (2**16 - 10) for name, value in columns[1].items()}
+    else:
+        columns[1]["image"] = [jpeg(1), zeros]
+    path, options = (
+        tmp_path / "x.parquet",
+        {"compression": "zstd", "data_page_version": version, "data_page_size": 2**30},
+    )
+    tables = [pa.table(c) for c in columns]
+    if kind == "a cell in a struct":
+        cells = [pa.array([{"bytes": data, "path": f"{i}.jpg"} for i, data in enumerate(c["image"])]) for c in columns]
+        tables = [table.set_column(0, "image", cell) for table, cell in zip(tables, cells, strict=True)]
+    with pq.ParquetWriter(path, tables[0].schema, use_dictionary=False, **options) as writer:
+        for table_ in tables:
+            writer.write_table(table_)
+    assert path.stat().st_size < 2**20
+    del zeros, tables, columns
+    before, found = pa.total_allocated_bytes(), find_source("parquet", path)
+    listed = list(found.listing().items)
+    assert len({i.key for i in listed}) == len(listed)
+    dropped = [i.reason for i in listed if i.reason]
+    if kind == "a float":
+        assert not dropped
+        return
+    assert re.fullmatch(r"a page of its row group has \d+ bytes and takes 1342\d+ in memory", dropped[0] or "")
+    assert len(dropped) == 2
+    assert [(i.label, bytes(d)) for i, d in fetch(table(i for i in listed if not i.reason), found.read)] == [
+        (1, jpeg(1)),
+        (2, jpeg(2)),
+    ]
+    assert pa.total_allocated_bytes() - before < 2**20
+
+
+def test_a_footer_that_lies_about_a_page_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"image": [jpeg(1), bytes(2**20)]}), path, compression="zstd", use_dictionary=False)
+    data = path.read_bytes()
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    told = varint(2 * column.total_uncompressed_size)
+    assert data.count(told)
+    path.write_bytes(data.replace(told, varint(2 * 2**10)[:1] + b"\x80" * (len(told) - 2) + b"\x00"))
+    monkeypatch.setattr(parquet, "FREE", 2**19)
+    [first, _] = find_source("parquet", path).listing().items
+    assert "bytes and takes 10" in (first.reason or "")
+
+
+def varint(number: int) -> bytes:
+    """A number as Thrift's compact protocol writes it."""
+    out = []
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def test_a_value_that_is_stored_once_is_not_repeated_in_memory(tmp_path: Path) -> None:
+    """Each of 2,000 rows has the same image of 8 MiB of zeros, which the file stores in some hundred bytes."""
+    repeated(tmp_path / "x.parquet", jpeg(1) + bytes(2**23), "a bird")
+    assert re.search(r"row group 0 has more than \d+ bytes of images", refused(tmp_path / "x.parquet"))
+
+
 def test_more_rows_than_there_are_bytes(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": pa.nulls(10**6, pa.binary())}), tmp_path / "x.parquet")
     assert "says that it has 1000000 rows, in" in refused(tmp_path / "x.parquet")
@@ -62,7 +133,10 @@ def test_an_image_beyond_all_limits_is_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(parquet, "LARGEST", 1000)
     pq.write_table(pa.table({"image": [jpeg(1), bytes(1001)]}), tmp_path / "x.parquet")
     found = find_source("parquet", tmp_path / "x.parquet")
-    assert [len(data) > 0 for _, data in fetch(table(found.listing().items), found.read)] == [True, False]
+    (_, first), (item, last) = fetch(table(found.listing().items), found.read)
+    assert (bytes(first), bytes(last), item.reason) == (jpeg(1), b"", "the image has 1001 bytes, more than 1000")
+    card = run_prepare("parquet", tmp_path / "x.parquet", tmp_path / "out")
+    assert list(card["dropped"]) == ["the image has 1001 bytes, more than 1000"]
 
 
 def test_a_row_group_with_a_name_that_is_not_utf_8(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ A page may be stored in a thousandth of its size, and the footer need not tell t
 Thrift struct in the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding").
 """
 
-from typing import BinaryIO
+from collections.abc import Collection, Iterator
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,21 +19,39 @@ DEPTH = 8  # of structs within structs
 
 def largest_page(file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData) -> int:
     """Return the size in memory of the largest page of a row group, bytes. Raises ValueError for damaged headers."""
-    largest = 0
+    return max((page.unpacked for page in pages(file, group)), default=0)
+
+
+class Page(NamedTuple):
+    """The bytes of a page in memory, and in the file."""
+
+    unpacked: int
+    packed: int
+
+
+def pages(
+    file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData, columns: Collection[str] | None = None
+) -> Iterator[Page]:
+    """Yield the pages of a row group, or of those columns with their nested ones. Raises ValueError for damaged
+    headers."""
     for number in range(group.num_columns):
         column = group.column(number)
+        if columns is not None:
+            name = f"{column.path_in_schema}."
+            if not any(name.startswith(f"{wanted}.") for wanted in columns):
+                continue
         at = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
-        end, pages = at + column.total_compressed_size, 0
+        end, count = at + column.total_compressed_size, 0
         while at < end:
             file.seek(at)
             header = _Reader(file.read(HEADER))
             sizes = header.struct()
-            unpacked, packed = sizes.get(UNPACKED, -1), sizes.get(PACKED, -1)
-            pages += 1
-            if not 0 <= min(unpacked, packed) <= max(unpacked, packed) < 2**31 or pages > group.num_rows + 2:
-                raise ValueError(f"page {pages} of {group.num_rows} rows, of {unpacked} bytes in {packed}")
-            largest, at = max(largest, unpacked), at + header.at + packed
-    return largest
+            page = Page(sizes.get(UNPACKED, -1), sizes.get(PACKED, -1))
+            count += 1
+            if not 0 <= min(page) <= max(page) < 2**31 or count > group.num_rows + 2:
+                raise ValueError(f"page {count} of {group.num_rows} rows, of {page.unpacked} bytes in {page.packed}")
+            yield page
+            at += header.at + page.packed
 
 
 class _Reader:

@@ -106,8 +106,8 @@ class PackTask:
 
     def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
         """Return the image file to write and its extension. Raises BadImage for an image that is to be left out."""
-        if not len(data):
-            raise BadImage("the image has no bytes")
+        if item.reason or not len(data):
+            raise BadImage(item.reason or "the image has no bytes")
         if self.channels:
             height, width, _ = read_channels(data, self.channels).shape
         else:

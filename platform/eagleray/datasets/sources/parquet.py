@@ -5,12 +5,13 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagleray.base.errors import UserError
+from eagleray.data.parquet_pages import pages
 from eagleray.data.tar_scan import LARGEST
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, key_and_extension, metadata_json
@@ -24,6 +25,8 @@ LABEL = "label"
 MOST_AT_ONCE = 2**32  # bytes of the images of one shard, and so of a row group
 FEW = 2**16  # rows that a file of any size may have; beyond that an image takes at least a byte
 MOST_TEXT = 2**31  # bytes of the metadata of one file
+ROWS = 256  # that are read at a time, of the columns beside the images
+FREE, PER_BYTE = 2**26, 64  # bytes of memory that a page may take, and those for each of its bytes in the file
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
@@ -41,30 +44,55 @@ def parquet(options: PrepareOptions) -> SourceFiles:
 def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
     """Yield the items of Parquet rows with the bytes of their images.
 
-    Every row group is read once. Only the images of these items are held in memory.
+    Every row group is read once. Only the images of these items are held in memory. An item whose image is too large
+    for any shard has the reason, and no bytes.
     """
     groups: dict[tuple[str, int], list[int]] = {}
     for position, item in enumerate(rows):
         groups.setdefault((item.url, item.group), []).append(position)
-    images = [b""] * len(rows)
-    total = 0
+    images, items = [b""] * len(rows), list(rows)
+    total = most = 0
     for (url, group), positions in groups.items():
         wanted = {rows[position].offset: position for position in positions}
-        for row, image in enumerate(_images_of_group(url, group, column)):
-            if image and row in wanted:
-                images[wanted[row]] = image
+        file = open_parquet(blob := files.find_file(url))
+        metadata = file.metadata.row_group(group)
+        packed = sum(metadata.column(i).total_compressed_size for i in range(metadata.num_columns))
+        most += FREE + PER_BYTE * min(packed, blob.size)
+        for row, image in enumerate(_images_of_group(file, url, group, column)):
+            if row in wanted and len(image or b"") > LARGEST:
+                reason = f"the image has {len(image or b'')} bytes, more than {LARGEST}"
+                items[wanted[row]] = items[wanted[row]]._replace(reason=reason)
+            elif image and row in wanted:
+                images[wanted[row]] = image.to_pybytes()
                 total += len(image)
-            if total > MOST_AT_ONCE:
-                raise UserError(f"{url}: row group {group} has more than {MOST_AT_ONCE} bytes of images; divide it")
-    return zip(rows, images, strict=True)
+            if total > min(most, MOST_AT_ONCE):
+                bytes_ = f"{min(most, MOST_AT_ONCE)} bytes of images"
+                raise UserError(f"{url}: row group {group} has more than {bytes_}; divide it")
+    return zip(items, images, strict=True)
 
 
-def _images_of_group(url: str, group: int, column: str) -> Iterator[bytes | None]:
-    """Yield the images of a row group, in the order of its rows; an image that is too large for any shard is empty."""
-    for batch in _batches(open_parquet(files.find_file(url)), url, group, [column], 16):
+def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) -> Iterator[pa.Buffer | None]:
+    """Yield the images of a row group, in the order of its rows. They are read one by one, as all may be one large
+    value that is stored once."""
+    for batch in _batches(file, url, group, [column], 1):
         cells = batch.column(0)
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
-        yield from (cell.as_py() if cell.is_valid and len(cell.as_buffer()) <= LARGEST else None for cell in cells)
+        yield from (cell.as_buffer() if cell.is_valid else None for cell in cells)
+
+
+def _excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> tuple[str, int]:
+    """Return why a row group cannot be read, or an empty text, and the bytes that the largest of its pages takes in
+    memory: some thousand bytes of a file may unpack to gigabytes, and its footer need not say so. Raises UserError."""
+    source = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True))
+    largest = 0
+    try:
+        for page in pages(cast(BinaryIO, source), file.metadata.row_group(group), columns):
+            largest = max(largest, page.unpacked)
+            if page.unpacked > FREE + PER_BYTE * page.packed:
+                return f"a page of its row group has {page.packed} bytes and takes {page.unpacked} in memory", largest
+    except ValueError as e:
+        raise UserError(f"{blob.url}: row group {group} cannot be read: {' '.join(str(e).split())[:300]}") from None
+    return "", largest
 
 
 def _batches(file: pq.ParquetFile, url: str, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
@@ -140,7 +168,8 @@ def _no_classes(column: str, blob: Blob) -> str:
         return ""
     found = f"values of the type {kind}"
     if pa.types.is_floating(whole):
-        rows = (row for group in range(file.num_row_groups) for row in _rows(file, blob.url, group, [LABEL]))
+        whole_groups = [g for g in range(file.num_row_groups) if not _excess(blob, file, g, [LABEL])[0]]
+        rows = (row for group in whole_groups for row in _rows(file, blob.url, group, [LABEL]))
         values = (float(row[LABEL]) for row in rows if row[LABEL] is not None)
         wrong = next((value for value in values if not (value.is_integer() or math.isnan(value))), None)
         if wrong is None:
@@ -169,7 +198,16 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
             size = math.ceil(max(_column_bytes(metadata, column), 0) / max(metadata.num_rows, 1))
         except UnicodeDecodeError as e:
             raise UserError(f"{blob.url}: row group {group} names a column that cannot be read: {e}") from None
-        for row, cells in enumerate(_rows(file, blob.url, group, others + ([path] if path else []))):
+        beside = others + ([path] if path else [])
+        (of_images, _), (of_others, page) = (_excess(blob, file, group, names) for names in ([column], beside))
+        if reason := of_images or of_others:
+            for row in range(metadata.num_rows):
+                key = f"{stem}-{number:09d}".replace(".", "_")
+                yield Item(key, blob.url, row, size, group=group, reason=reason)
+                number += 1
+            continue
+        at_once = max(1, min(ROWS, FREE // max(page, 1)))
+        for row, cells in enumerate(_rows(file, blob.url, group, beside, at_once)):
             name = (cells.pop(column, None) or {}).get("path") if path else None
             if name and PurePosixPath(name).name:  # "/" and "." have none
                 key, extension = key_and_extension(PurePosixPath(name).name)
@@ -185,13 +223,15 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
             number += 1
 
 
-def _rows(file: pq.ParquetFile, url: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(
+    file: pq.ParquetFile, url: str, group: int, columns: list[str], at_once: int = ROWS
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a group. Raises UserError for a text that is not UTF-8 or a date that Python does not have."""
     if not columns:
         yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
         return
     try:
-        for batch in _batches(file, url, group, columns, 256):
+        for batch in _batches(file, url, group, columns, at_once):
             yield from batch.to_pylist()
     except UserError:
         raise
