@@ -318,9 +318,16 @@ def make_client() -> Any:
         client = session.client("s3", config=config, region_name=region)
         sender = client._endpoint.http_session  # botocore has no option for it
         sender._pool_classes_by_scheme.update(with_floor(sender._pool_classes_by_scheme))
+        # An answer to "may I send?" would be read by a class of botocore's own, without the floor.
+        client.meta.events.register("request-created.s3", _send_at_once)
         return client
     except ValueError as e:  # an endpoint without http://, say
         raise UserError(f"s3://: {e}") from None
+
+
+def _send_at_once(request: Any, **_: Any) -> None:
+    """Let a request not wait for the permission to send its body."""
+    del request.headers["Expect"]
 
 
 def _head(answer: Mapping[str, Any]) -> tuple[int, Mapping[str, str]]:
