@@ -290,6 +290,18 @@ def test_survive(shards: Path) -> None:
     assert all(0 < out[name] < 1 for name in ("goodput", "goodput_unharmed"))  # which of them is larger is noise here
 
 
+@pytest.mark.slow
+def test_evidence(tmp_path: Path, shards: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}-000000.tar").symlink_to(min((shards / name).glob("*.tar")))
+    keys = ("--data", tmp_path, "--work", tmp_path / "work", "--images", "128", "--epochs", "1", "--settings", "mocov3")
+    out = result(dict(os.environ), "evidence.py", *keys)
+    assert [(row["data"], row["setting"]) for row in out["rows"]] == [
+        (data, setting) for data in ("cifar10", "shapes") for setting in ("untrained", "mocov3")
+    ]
+    assert all(-1 <= found["within"] <= 1 and 0 <= found["sides"] <= 1 for found in out["correlations"].values())
+
+
 def test_plain_step_is_the_same_step(bare: Bare) -> None:
     out = result(bare, "plain_step.py", "--batch", "2", "--rounds", "1")
     assert out["difference"] < 1e-5

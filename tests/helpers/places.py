@@ -15,9 +15,9 @@ def picture(seed: int, number: int) -> tuple[Image.Image, int]:
     row, column = divmod(label, COLUMNS)
     up, left = (row + draw.uniform(0.3, 0.7)) / ROWS, (column + draw.uniform(0.3, 0.7)) / COLUMNS
     waves = np.sin(2 * np.pi * (draw.uniform(1, 6) * x + draw.uniform(1, 6) * y + draw.random()))
-    paint = draw.uniform(0.0, 0.5, (2, 3)), draw.uniform(0.5, 1.0, 3)
-    canvas = np.where(waves[..., None] > 0, paint[0][0], paint[0][1])
-    canvas = np.where((np.hypot(x - left, y - up) < draw.uniform(0.1, 0.16))[..., None], paint[1], canvas)
+    ground, disc = draw.uniform(0.0, 0.4, 3), np.hypot(x - left, y - up) < draw.uniform(0.15, 0.25)
+    canvas = np.where(waves[..., None] > 0, ground, ground + draw.uniform(-0.2, 0.2, 3))
+    canvas = np.where(disc[..., None], draw.uniform(0.8, 1.0, 3), canvas)
     canvas = canvas + draw.normal(0, 0.05, canvas.shape)
     return Image.fromarray((255 * canvas.clip(0, 1)).astype(np.uint8)), label
 

@@ -15,7 +15,7 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.data.index import open_index
-from eagleray.protocols.crop_retrieval import crops_found, random_crops
+from eagleray.protocols.crop_retrieval import lidar, measure_crops, random_crops
 from eagleray.reports import write
 from eagleray.runs import evaluations, held_out, layout
 from eagleray.runs.verdicts import Comparison, compare, judge, verdicts
@@ -38,7 +38,7 @@ SIGNS = {"knn/top1": 5.7, "knn/top1_untrained": 9.5, "linear/top1": 13.3, "linea
 def test_a_difference_counts_beyond_two_standard_errors(
     now: float, before: float, images: int, sign: int, noise: float
 ):
-    found = Comparison("kNN", now, before, images)
+    found = Comparison.of_shares("kNN", now, before, images)
     p, q = now / 100, before / 100
     assert found.noise == pytest.approx(100 * 2 * ((p * (1 - p) + q * (1 - q)) / images) ** 0.5)
     assert found.noise == pytest.approx(noise, abs=0.006)
@@ -50,19 +50,19 @@ def test_chance_alone_seldom_makes_a_verdict():
     draw = np.random.default_rng(0)
     for share in (0.1, 0.5, 0.9):
         counts = draw.binomial(500, share, (2000, 2)) / 5
-        signs = [Comparison("kNN", a, b, 500).sign for a, b in counts.tolist()]
+        signs = [Comparison.of_shares("kNN", a, b, 500).sign for a, b in counts.tolist()]
         assert 0.03 < np.mean(np.abs(signs)) < 0.06
 
 
 def test_each_number_is_judged_and_named():
     assert [(f.step, f.kind) for f in judge(SIGNS, 430, 52)] == [(52, "below untrained"), (52, "not above untrained")]
     [below, equal] = judge(SIGNS, 430, 52)
-    assert below.text == "kNN 5.7 % against 9.5 % (430 images; up to 3.6 may be chance)"
-    assert equal.text == "linear 13.3 % against 17.7 % (430 images; up to 4.9 may be chance)"
+    assert below.text == "kNN 5.7 % against 9.5 % (chance 3.6) of 430 images"
+    assert equal.text == "linear 13.3 % against 17.7 % (chance 4.9) of 430 images"
     assert [f.kind for f in judge(SIGNS, 4000, 52)] == ["below untrained"]
     assert verdicts(SIGNS, 4000) == [
-        "worse than untrained: kNN 5.7 % against 9.5 %, linear 13.3 % against 17.7 % (4,000 images; up to 1.6 may be "
-        "chance)"
+        "worse than untrained: kNN 5.7 % against 9.5 % (chance 1.2), linear 13.3 % against 17.7 % (chance 1.6) of "
+        "4,000 images"
     ]
 
 
@@ -85,6 +85,30 @@ def test_where_nothing_can_be_better_nothing_is_found():
     assert verdicts({}, 0) == []
 
 
+@pytest.mark.parametrize(
+    ("found", "lidar_now", "said", "kinds"),
+    [
+        (
+            40.0,
+            30.0,
+            "better than untrained: crops found 40.0 % against 20.0 % (chance 4.0), LiDAR 30.0 against 20.0",
+            [],
+        ),
+        (40.0, 20.5, "better than untrained", []),
+        (40.0, 9.0, "no labels, and unclear whether better than untrained: crops found 40.0 %", []),
+        (21.0, 9.0, "no labels, and unclear", []),
+        (21.0, 20.5, "no better than untrained", ["not above untrained"]),
+        (9.0, 9.0, "worse than untrained", ["below untrained"]),
+        (9.0, 20.5, "worse than untrained", ["below untrained"]),
+    ],
+)
+def test_without_labels_two_numbers_must_not_contradict(found: float, lidar_now: float, said: str, kinds: list[str]):
+    scores = {"crops/found": found, "crops/found_untrained": 20.0, "crops/lidar": lidar_now, "crops/lidar_error": 0.4}
+    scores |= {"crops/lidar_untrained": 20.0, "crops/lidar_error_untrained": 0.3}
+    assert verdicts(scores, 1000)[0].startswith(said)
+    assert [f.kind for f in judge(scores, 1000, 9)] == kinds
+
+
 def tags(uri: Path) -> dict[str, str]:
     from mlflow import MlflowClient
 
@@ -100,8 +124,7 @@ def test_a_backbone_below_the_untrained_one_is_named_everywhere(
     monkeypatch.setattr(evaluations, "untrained_scores", lambda *_: {"knn/top1": 99.0})
     out = tmp_path / "out"
     run = pretrain(*split(arguments(small, shards, out, "max_steps=2", "evaluate.probe_epochs=0")))
-    now, chance = run.summary["knn/top1"], "(80 images; up to "
-    said = f"kNN {now:.1f} % against 99.0 % {chance}"
+    said = f"kNN {run.summary['knn/top1']:.1f} % against 99.0 % (chance "
     [found] = read_lines(out / layout.HEALTH)
     assert (found["step"], found["kind"]) == (2, "below untrained")
     assert found["text"].startswith(said)
@@ -131,9 +154,7 @@ def test_a_better_backbone_is_said_to_be_and_nothing_is_found(
     monkeypatch.setattr(held_out.Probed, "scores", lambda *_, **__: {"knn/top1": 30.0})
     out = tmp_path / "out"
     run = pretrain(*split(arguments(small, shards, out, "max_steps=2", "evaluate.probe_epochs=0")))
-    assert run.summary["verdict"] == [
-        "better than untrained: kNN 30.0 % against 0.0 % (80 images; up to 10.2 may be chance)"
-    ]
+    assert run.summary["verdict"] == ["better than untrained: kNN 30.0 % against 0.0 % (chance 10.2) of 80 images"]
     assert run.findings() == []
     assert "health: no findings; checked: non-finite (2 steps)" in capsys.readouterr().out
 
@@ -158,7 +179,8 @@ def test_a_run_without_labels_shows_its_evidence(
     console = capsys.readouterr().out
     assert said in console
     assert "kNN dip (no labels)" in console
-    assert f"crops found {both[0]:.1f} % against {both[1]:.1f} % (64 images" in run.summary["verdict"][0]
+    assert f"LiDAR {run.summary['crops/lidar']:.1f}, untrained {run.summary['crops/lidar_untrained']:.1f} (" in console
+    assert f"crops found {both[0]:.1f} % against {both[1]:.1f} % (chance " in run.summary["verdict"][0]
     test = pretrain(str(small), [*keys, f"data.test={flat}"], out=tmp_path / "test")
     assert "(64 test images" in (tmp_path / "test" / layout.LOG).read_text()
     assert test.summary["crops/found"] == both[0]
@@ -191,15 +213,24 @@ def test_crops_are_the_same_for_every_backbone_and_on_any_number_of_ranks(
     index = open_index(str(flat))
 
     def work() -> Any:
-        return crops_found(Means(), index, np.arange(64), size=16, resize=32)  # type: ignore[arg-type]
+        return measure_crops(Means(), index, np.arange(64), size=16, resize=32)  # type: ignore[arg-type]
 
     alone = work()
-    assert alone is not None
-    assert 5 < alone < 100
+    assert 5 < alone[0] < 100
+    assert 1 < alone[1] < 12
+    assert 0 < alone[2] < 3
     assert on_ranks(2, work, tmp_path) == [alone, alone]
     monkeypatch.setattr(crop_retrieval, "AREA", (1.0, 1.0))
-    assert work() == 100
-    assert crops_found(Means(), index, np.arange(1), size=16, resize=32) is None  # type: ignore[arg-type]
+    assert work()[0] == 100
+    assert measure_crops(Means(), index, np.arange(4), size=16, resize=32) is None  # type: ignore[arg-type]
+
+
+def test_lidar_counts_the_directions_in_which_images_differ():
+    draw = torch.Generator().manual_seed(0)
+    images, crops = (torch.randn(2000, *shape, generator=draw, dtype=torch.float64) for shape in ((1, 16), (2, 16)))
+    assert lidar(10 * images + crops) == pytest.approx(16, rel=0.05)
+    assert lidar(10 * images * (torch.arange(16) < 4) + crops) == pytest.approx(4, rel=0.1)
+    assert lidar(torch.zeros(10, 2, 3, dtype=torch.float64)) == 1
 
 
 def test_a_crop_is_a_part_of_its_image():

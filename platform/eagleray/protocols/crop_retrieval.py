@@ -1,7 +1,8 @@
-"""Measure a backbone without labels: how often a second random crop of an image finds its own image among all.
+"""Measure a backbone without labels by two crops of each image: how often the second finds the first, and LiDAR.
 
-Instance discrimination as a test: Wu et al. 2018, arXiv:1805.01978, section 3. docs/evaluate.md says how its order of
-backbones agrees with that of kNN.
+Finding crops is instance discrimination as a test: Wu et al. 2018, arXiv:1805.01978, section 3. LiDAR is the rank of
+linear discriminant analysis with images as classes: Thilak et al. 2023, arXiv:2312.04000, section 4. How their orders
+of backbones agree with that of kNN is in docs/evaluate.md.
 """
 
 import zlib
@@ -23,10 +24,12 @@ from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 
+PARTS = 5  # of the images, for the error of LiDAR
+RIDGE = 1e-4  # added to the covariance of crops, as in the paper
 AREA = 0.2, 1.0  # of the centre square, that a crop takes
 
 
-def crops_found(
+def measure_crops(
     backbone: Backbone,
     index: Index,
     samples: NDArray[np.int64],
@@ -35,9 +38,10 @@ def crops_found(
     resize: int,
     precision: Format = "auto",
     reading: Reading = THREADS,
-) -> float | None:
+) -> tuple[float, float, float] | None:
     """Return in percent how often the second crop of an image is nearest, by the cosine of pooled features, to the
-    first crop of the same image, of the first crops of all samples that decode; None if fewer than two of them do.
+    first crop of the same image, of the first crops of all samples that decode, then LiDAR and its standard error; None
+    if fewer than PARTS of them do.
 
     Crops of `size` pixels are cut from the centre square of the image with its short side at `resize`. They depend on
     the sample alone, so that all backbones see the same ones. Each rank embeds a share. Called by all ranks together.
@@ -45,12 +49,34 @@ def crops_found(
     embed = partial(features_of_crops, backbone, index, own_samples(samples), size, resize, precision, reading)
     mine = dist.together(embed)
     pairs = dist.gather(mine, dist.gather_objects(len(mine)))
-    if len(pairs) < 2:
+    if len(pairs) < PARTS:
         return None
-    first, second = F.normalize(pairs.nan_to_num(0, 0, 0), dim=2).unbind(1)
-    nearest = (second @ first.T).argmax(1)
-    own = nearest == torch.arange(len(pairs), device=pairs.device)
-    return 100 * int(dist.gather_objects(int(own.sum()))[0]) / len(pairs)
+    return dist.from_rank_zero(partial(numbers, pairs.nan_to_num(0, 0, 0)))
+
+
+@torch.no_grad()
+def numbers(pairs: Tensor) -> tuple[float, float, float]:
+    """Return the numbers of the features (n, 2, D) of two crops of each image. The error is that of the jackknife over
+    PARTS parts of the images."""
+    first, second = F.normalize(pairs, dim=2).unbind(1)
+    own = (second @ first.T).argmax(1) == torch.arange(len(pairs), device=pairs.device)
+    x = pairs.double().cpu()
+    part = torch.arange(len(x)) % PARTS
+    without = torch.tensor([lidar(x[part != i]) for i in range(PARTS)])
+    error = ((PARTS - 1) * without.var(correction=0)).sqrt()
+    return 100 * int(own.sum()) / len(pairs), lidar(x), float(error)
+
+
+def lidar(x: Tensor) -> float:
+    """Return LiDAR of the features (n, 2, D), float64, of two crops of each image: from 1 to D, the exp of the entropy
+    of the eigenvalues of the covariance between images, in units of that between crops of an image."""
+    within = (x[:, 0] - x[:, 1]).T @ (x[:, 0] - x[:, 1]) / (2 * len(x))
+    root = torch.linalg.cholesky(within + RIDGE * torch.eye(x.shape[2], dtype=x.dtype))
+    between = torch.cov(x.mean(1).T).reshape(x.shape[2], -1)
+    half = torch.linalg.solve_triangular(root, between, upper=False)
+    p = torch.linalg.eigvalsh(torch.linalg.solve_triangular(root, half.T, upper=False)).clamp(min=0)
+    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)
+    return float(torch.exp(-torch.xlogy(p, p).sum()))
 
 
 @in_eval_mode

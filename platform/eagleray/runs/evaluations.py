@@ -27,7 +27,17 @@ from eagleray.runs.build import build_method
 from eagleray.runs.health import FAILED_EVALUATION, Finding
 from eagleray.runs.held_out import HeldOut, held_out
 from eagleray.runs.memory import explain_exhaustion
-from eagleray.runs.metrics import AT_START, CROPS_FOUND, KNN_TOP1, LINEAR_TOP1, START_KNN, START_RANK, UNTRAINED
+from eagleray.runs.metrics import (
+    AT_START,
+    CROPS_FOUND,
+    CROPS_LIDAR,
+    KNN_TOP1,
+    LIDAR_ERROR,
+    LINEAR_TOP1,
+    START_KNN,
+    START_RANK,
+    UNTRAINED,
+)
 from eagleray.runs.rank_run import RankRun
 from eagleray.runs.verdicts import judge, verdicts
 
@@ -36,7 +46,8 @@ STARTS = 2  # of an evaluation that may die with their process before the run go
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
 SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # of the numbers at the start
-COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND)  # of the numbers at the end
+COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # of the numbers at the end
+SHOWN = {"knn top-1": KNN_TOP1, "linear top-1": LINEAR_TOP1, "crops found": CROPS_FOUND, "LiDAR": CROPS_LIDAR}
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores
 
@@ -124,7 +135,10 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
         untrained = attempt(run, step, partial(untrained_scores, run, images))
         for suffix, others in (UNTRAINED, untrained), (AT_START, run.stateful.guard.scores):
             scores |= {name + suffix: others[name] for name in COMPARED if name in others}
-        run.folder.note_findings(list(judge(scores, images.count, step)))
+        found = list(judge(scores, images.count, step))
+        run.folder.note_findings(found)
+        for finding in found if run.world.rank == 0 else ():
+            run.world.show(asdict(finding), run.plan.steps)
     if run.world.rank == 0:
         log_scores(run, images, scores)
     return announced(run, scores)
@@ -151,12 +165,12 @@ def log_scores(run: RankRun, images: HeldOut, scores: Scores) -> None:
             line = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items())
             log.info("%s", line or "no data.test: no accuracy")
         return
-    for name, key in ("knn top-1", KNN_TOP1), ("linear top-1", LINEAR_TOP1), ("crops found", CROPS_FOUND):
+    for name, key in SHOWN.items():
         if key in scores:
-            others = ("untrained", UNTRAINED), ("at the start", AT_START)
-            before = "".join(f", {name} {scores[key + s]:.1f} %" for name, s in others if key + s in scores)
+            others, unit = (("untrained", UNTRAINED), ("at the start", AT_START)), "" if key == CROPS_LIDAR else " %"
+            before = "".join(f", {other} {scores[key + s]:.1f}{unit}" for other, s in others if key + s in scores)
             settings = images.describe(run.plan.recipe.evaluate, name.partition(" ")[0])
-            log.info("%s %.1f %%%s (%s)", name, scores[key], before, settings)
+            log.info("%s %.1f%s%s (%s)", name, scores[key], unit, before, settings)
 
 
 def announced(run: RankRun, scores: Scores) -> Scores:

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.crop_retrieval import crops_found
+from eagleray.protocols.crop_retrieval import measure_crops
 from eagleray.protocols.features import subset
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.protocols.settings import Evaluate
-from eagleray.runs.metrics import CROPS_FOUND
+from eagleray.runs.metrics import CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR
 from eagleray.runs.plan import Plan
 
 MOST = 1000  # images whose crops are compared: a difference of 4.5 points counts, and it costs 2,000 crops
@@ -72,11 +72,12 @@ class Unlabelled:
         return [data_digest(self.index, self.samples)]
 
     def describe(self, settings: Evaluate, protocol: str) -> str:
-        return f"{self.count} {self.name} images, of which a guess finds {100 / max(self.count, 1):.1f} %"
+        guess = f", of which a guess finds {100 / max(self.count, 1):.1f} %" * (protocol == "crops")
+        return f"{self.count} {self.name} images{guess}"
 
     def scores(self, backbone: Backbone, settings: Evaluate, **how: Any) -> dict[str, float]:
-        found = crops_found(backbone, self.index, self.samples, size=settings.size, resize=settings.resize, **how)
-        return {} if found is None else {CROPS_FOUND: found}
+        found = measure_crops(backbone, self.index, self.samples, size=settings.size, resize=settings.resize, **how)
+        return dict(zip((CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR), found, strict=True)) if found else {}
 
 
 HeldOut = Probed | Unlabelled

@@ -27,7 +27,7 @@ STEPS_REPEATED, WALL_SECONDS = "steps_repeated", "wall_seconds"
 MFU, MEMORY_PEAK = "mfu", "memory/peak"
 MONITOR_KNN = "monitor/knn"
 KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
-CROPS_FOUND = "crops/found"
+CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR = "crops/found", "crops/lidar", "crops/lidar_error"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
 UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
@@ -48,6 +48,8 @@ METRICS = {
         Metric(LINEAR_TOP1, "linear, top-1 %", "Linear probe on cached features of centre crops, not the papers' one",
                "higher", "end"),
         Metric(CROPS_FOUND, "crops found, %", "How often a second crop of an image finds its own image, without labels",
+               "higher", "end"),
+        Metric(CROPS_LIDAR, "LiDAR of crops", "In how many directions images differ more than crops of an image",
                "higher", "end"),
         Metric(CLASSIFIER_TOP1, "classifier, top-1 %", "", "higher", "evaluation", compared=True),
         Metric(CLASSIFIER_TOP5, "classifier, top-5 %", "", "higher", "evaluation"),

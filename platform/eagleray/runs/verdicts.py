@@ -3,34 +3,37 @@
 A number in percent of n held-out images is noisy. With shares p and q of two backbones, the standard error of their
 difference is at most sqrt((p (1 - p) + q (1 - q)) / n): that of independent images, and as both see the same images, it
 is smaller. A difference of more than two standard errors counts, which chance alone exceeds in one of twenty runs.
+
+Without labels there are two numbers, and what the crops found say counts unless LiDAR contradicts: docs/evaluate.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from eagleray.runs.health import BELOW, BELOW_START, EQUAL, Finding
-from eagleray.runs.metrics import AT_START, CROPS_FOUND, KNN_TOP1, LINEAR_TOP1, UNTRAINED
+from eagleray.runs.metrics import AT_START, CROPS_FOUND, CROPS_LIDAR, KNN_TOP1, LIDAR_ERROR, LINEAR_TOP1, UNTRAINED
 
 ERRORS = 2  # standard errors of a difference that chance may make
-NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # that decide, and how they are called
+NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # in percent, and how they are called
 TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}
 WORDS = {1: "better than", 0: "no better than", -1: "worse than"}  # by the sign of a comparison
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A number of a backbone in percent of so many held-out images, beside that of another backbone."""
+class Comparison(NamedTuple):
+    """A number of a backbone beside that of another one, and the difference that chance may make."""
 
     name: str
     now: float
     before: float
-    images: int
+    noise: float
+    unit: str = ""
+    room: bool = True  # a better backbone could be told from the other one
 
-    @property
-    def noise(self) -> float:
-        """Return the difference in percent that chance may make."""
-        variance = self.now * (100 - self.now) + self.before * (100 - self.before)
-        return ERRORS * float(max(variance, 0.0) / self.images) ** 0.5
+    @classmethod
+    def of_shares(cls, name: str, now: float, before: float, images: int) -> "Comparison":
+        """Compare two numbers in percent of so many images."""
+        room = 100 - before > _noise(100, before, images)
+        return cls(name, now, before, _noise(now, before, images), " %", room)
 
     @property
     def sign(self) -> int:
@@ -38,19 +41,31 @@ class Comparison:
         change = self.now - self.before
         return (change > self.noise) - (change < -self.noise)
 
-    @property
-    def room(self) -> bool:
-        """Return whether a better backbone could be told from the other one."""
-        return Comparison(self.name, 100, self.before, self.images).sign > 0
-
     def __str__(self) -> str:
-        return f"{self.name} {self.now:.1f} % against {self.before:.1f} %"
+        return f"{self.name} {self.now:.1f}{self.unit} against {self.before:.1f}{self.unit}"
+
+
+def _noise(now: float, before: float, images: int) -> float:
+    """Return the difference that chance may make between two numbers in percent of so many images."""
+    return ERRORS * float(max(now * (100 - now) + before * (100 - before), 0.0) / images) ** 0.5
 
 
 def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Comparison]:
     """Return the numbers that decide, of those with a counterpart whose key ends with the suffix."""
     both = [key for key in NUMBERS if key in scores and key + suffix in scores and images > 0]
-    return [Comparison(NUMBERS[key], scores[key], scores[key + suffix], images) for key in both]
+    found = [Comparison.of_shares(NUMBERS[key], scores[key], scores[key + suffix], images) for key in both]
+    if CROPS_LIDAR in scores and CROPS_LIDAR + suffix in scores:
+        noise = ERRORS * (scores[LIDAR_ERROR] ** 2 + scores[LIDAR_ERROR + suffix] ** 2) ** 0.5
+        found.append(Comparison("LiDAR", scores[CROPS_LIDAR], scores[CROPS_LIDAR + suffix], noise))
+    return found
+
+
+def contradict(comparisons: Sequence[Comparison]) -> bool:
+    """Return whether the numbers without labels say different things: LiDAR is below and the crops found are not, or it
+    is above and they are not."""
+    sign = {c.name: c.sign for c in comparisons}
+    lidar, found = sign.get("LiDAR", 0), sign.get(NUMBERS[CROPS_FOUND], 0)
+    return lidar != 0 and lidar != found
 
 
 def verdicts(scores: Mapping[str, float], images: int) -> list[str]:
@@ -61,23 +76,33 @@ def verdicts(scores: Mapping[str, float], images: int) -> list[str]:
 
 def sentence(target: str, comparisons: Sequence[Comparison], images: int) -> str:
     """Return what comparisons with one backbone say, such as `better than untrained: kNN 40.0 % against 30.0 %`."""
+    if contradict(comparisons):
+        return f"no labels, and unclear whether better than {target}: {listed(comparisons, images)}"
+    deciding = [c for c in comparisons if c.unit]
     parts = []
     for sign, words in WORDS.items():
-        if of := [c for c in comparisons if c.sign == sign]:
-            parts.append(f"{words} {target}: {', '.join(map(str, of))}")
-    noise = max(c.noise for c in comparisons)
-    return f"{'; '.join(parts)} ({images:,} images; up to {noise:.1f} may be chance)"
+        if of := [c for c in deciding if c.sign == sign]:
+            more = [c for c in comparisons if not c.unit]
+            parts.append(f"{words} {target}: {listed([*of, *more], images)}")
+    return "; ".join(parts)
+
+
+def listed(comparisons: Sequence[Comparison], images: int) -> str:
+    """Return the numbers, each with the difference that chance may make."""
+    numbers = ", ".join(f"{c} (chance {c.noise:.1f})" for c in comparisons)
+    return f"{numbers} of {images:,} images"
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
     """Yield the findings about the scores at the end of a run, at its last step."""
-    untrained = compare(scores, UNTRAINED, images)
+    untrained, start = (
+        [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
+    )
     found = {
         BELOW: [c for c in untrained if c.sign < 0],
-        EQUAL: [c for c in untrained if c.sign == 0 and c.room],
-        BELOW_START: [c for c in compare(scores, AT_START, images) if c.sign < 0],
+        EQUAL: [c for c in untrained if c.sign == 0 and c.room and c.unit],
+        BELOW_START: [c for c in start if c.sign < 0],
     }
     for kind, of in found.items():
         if of:
-            noise = max(c.noise for c in of)
-            yield Finding(step, kind, f"{', '.join(map(str, of))} ({images:,} images; up to {noise:.1f} may be chance)")
+            yield Finding(step, kind, listed(of, images))
