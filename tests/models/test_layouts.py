@@ -338,8 +338,11 @@ def test_names_of_transformers_become_timms(tmp_path: Path):
             for p in model.parameters():
                 p.add_(0.02 * torch.randn_like(p))
         model.save_pretrained(tmp_path)
-        report = fill(ours, plain(weights.load_tensors(tmp_path / "model.safetensors")), whole=True)
-        assert report.share == 1
+        state = weights.load_tensors(tmp_path / "model.safetensors")
+        for given in state, {"state_dict": under("module.model.vit.", state)}:
+            report = fill(ours, plain(given), whole=True)
+            assert report.share == 1
+            assert not [key for key in report.left if "attention" in key]
         with torch.inference_mode():
             theirs = model.eval()(x).last_hidden_state[:, 0]
             torch.testing.assert_close(ours(x).pooled, theirs, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from eagleray.models import transformers_names
 from eagleray.models.resample import has_any_size
 from eagleray.models.tensor_files import State, bare
 
@@ -79,8 +78,6 @@ def _readings(place: Place, model: nn.Module) -> Iterator[State]:
     yield from _renamed(below, model)
     if any(CHUNK.match(k) for k in below):
         yield from _renamed({CHUNK.sub(r"blocks.\1", k): v for k, v in below.items()}, model)
-    if (timms := transformers_names.to_timm(below)) is not below:
-        yield timms
 
 
 def _renamed(below: State, model: nn.Module) -> Iterator[State]:

@@ -18,15 +18,18 @@ NAMES = (
     (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
     (r"^layernorm\.", "norm."),
 )
+FIRST = re.compile(r"(.*)encoder\.layer\.\d+\.attention\.attention\.query\.")  # behind any prefix, such as `vit.`
 QUERY = re.compile(r"\.attention\.attention\.query\.(weight|bias)$")
 
 
 def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with timm's names, and queries, keys and values as one. Those of other libraries are returned
     as they are."""
-    if not any(QUERY.search(key) for key in state):
+    prefix = next((match[1] for key in state if (match := FIRST.match(key))), None)
+    if prefix is None:
         return state
     out: dict[str, Tensor] = {}
+    state = {key.removeprefix(prefix): value for key, value in state.items()}
     for key, value in state.items():
         if ".attention.attention." not in key:
             out[_renamed(key)] = value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.models import hub, pixels
+from eagleray.models import hub, pixels, transformers_names
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
@@ -91,7 +91,8 @@ def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Wei
     if not places:
         keys = f"; its keys are {some(list(map(str, tensors)))}" if tensors else ""
         raise UserError(f"{key}={source}: holds no tensors by name{keys}")
-    return Weights(source, {}, {}, key, places=places, unread=unread)
+    named = {place: transformers_names.to_timm(state) for place, state in places.items()}
+    return Weights(source, {}, {}, key, places=named, unread=unread)
 
 
 def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
