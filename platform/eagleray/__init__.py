@@ -19,7 +19,6 @@ _MODULES = {
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.plan": ("Planned", "plan"),
     "api.pretrain": ("finetune", "pretrain"),
-    "api.replay": ("Replay", "replay"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
     "api.track": ("track",),

@@ -20,8 +20,6 @@ from eagleray.api.plan import Planned as Planned
 from eagleray.api.plan import plan as plan
 from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
-from eagleray.api.replay import Replay as Replay
-from eagleray.api.replay import replay as replay
 from eagleray.api.run import Run as Run
 from eagleray.api.stream import Loader as Loader
 from eagleray.api.stream import loader as loader

@@ -62,7 +62,6 @@ MISTAKES = {
     "prepare nonsense FOLDER/none FOLDER/out": "SOURCE nonsense: unknown",
     "prepare folder FOLDER/none FOLDER/out": "FOLDER/none: ",
     "report FOLDER/none": "FOLDER/none: ",
-    "replay FOLDER/none --step 3": "FOLDER/none: ",
     "plan no_such_recipe": "no_such_recipe: ",
     f"plan {RECIPE} optim.lrr=1": "dino_vits16_in1k_ep100: optim.lrr: unknown key",
     "tune no_such_sweep": "no_such_sweep: ",

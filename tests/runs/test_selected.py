@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.commands import refused
 from helpers.recipes import small_recipe
 from helpers.runs import FAST, arguments, assert_same, split, weights
@@ -16,7 +17,10 @@ from eagleray.base.files import read_lines
 from eagleray.cli import main
 from eagleray.config import yaml_text
 from eagleray.data.index import open_index, write_index
+from eagleray.data.loader import Loader
 from eagleray.data.selection import Selection
+from eagleray.runs import recipe
+from eagleray.runs.plan import open_plan
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 CHOICE = '{url: "%s", where: "label < 8", weight: "1 + (label %% 3) / 2"}'
@@ -127,9 +131,17 @@ def test_a_choice_of_few_samples_is_better_written_as_shards():
     )
 
 
+def keys_of_step(out: Path, step: int) -> list[str]:
+    """The keys of the images of a step's batch, as the loader gives them."""
+    plan = open_plan(recipe.load(str(out / "recipe.yaml")), note=lambda _: None)
+    loader = Loader(plan.stream, rank=0, ranks=1, workers=0, device=torch.device("cpu"))
+    [(batch, _)] = loader.batches(step - 1, step)
+    return [plan.index.key(sample) for sample in batch.index.tolist()]
+
+
 def test_which_steps_have_read_a_sample(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=9", "checkpoint.steps=3", "checkpoint.keep=9"))
-    keys = {step: eagleray.replay(tmp_path / "out", step, from_start=True).keys for step in (4, 8)}
+    keys = {step: keys_of_step(tmp_path / "out", step) for step in (4, 8)}
     for step, of_step in keys.items():
         for key in of_step[:5]:
             [found] = eagleray.which(tmp_path / "out", key)

@@ -1,6 +1,7 @@
 """Index data, prepare data sets, and say what a run has read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from eagleray.config import plugins as loading
 from eagleray.data.image_folder import address
 from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
+from eagleray.data.index_file import aside_in
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
@@ -24,6 +26,7 @@ from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.evaluation.embeddings import open_embedding
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
+from eagleray.storage import store
 from eagleray.storage.store import absolute
 
 
@@ -203,18 +206,20 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
 
     Example:
 
-        key = eagleray.replay("runs/a", 2, from_start=True).keys[0]
-        [sample] = eagleray.which("runs/a", key)
-        assert 2 in sample["steps"]
+        for sample in eagleray.which("runs/a", "000000_plain_circle"):
+            print(sample["shard"], sample["steps"])
     """
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
     from eagleray.data.sample_uses import samples_with, steps_with
-    from eagleray.runs.replay import open_data
+    from eagleray.runs.plan import open_plan
 
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        plan = open_data(recipe, opened.out, Path(scratch), note=lambda _: None)
+        for blob in aside_in(opened.out):  # indexes of data that is not the run's own
+            (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(opened.out).get(blob.url))
+        data = replace(recipe.data, test=None)
+        plan = open_plan(replace(recipe, out=scratch, data=data), note=lambda _: None)
         found = list(samples_with(plan.index, key))
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")

@@ -14,7 +14,6 @@ from eagleray.base.console import out, print_error, say, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import check_local, writing
 from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
-from eagleray.cli import replay as replay_cli
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import (
     ImageChannels,
@@ -308,7 +307,6 @@ finetune.register(app)
 init.register(app)
 jobs.register(app)
 plan.register(app)
-replay_cli.register(app)
 report_cli.register(app)
 tune.register(app)
 

@@ -1,7 +1,6 @@
-"""Say where the numbers of a run come from: digests of its recipe, data, order and code, and how it computes.
+"""Say where the numbers of a run come from: digests of its recipe, data, order and code.
 
-Checkpoints and exports hold the digests, and starts.jsonl both: what has changed since explains a step that cannot be
-repeated.
+Checkpoints, exports and starts.jsonl hold them: what has changed explains numbers that cannot be repeated.
 """
 
 import functools
@@ -10,17 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import eagleray
-from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.config.plugins import Copy
 from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index
 from eagleray.data.reader import Stream
 from eagleray.protocols.digests import digest
-from eagleray.runs.recipe import Recipe
 
 DIGESTS = ("recipe", "data", "order", "code")
 CHANGED = {
@@ -62,31 +57,3 @@ def code_digest() -> str:
     folder = Path(eagleray.__file__).parent
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
     return Copy(folder, files).sha256[:LENGTH]
-
-
-def arithmetic(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return what the last digits of a run's numbers depend on: the device, the threads of its CPU part, the version of
-    PyTorch, and those keys of the recipe that may change when the run continues."""
-    o = recipe.optim
-    return {
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "keys": {
-            "precision": recipe.precision,
-            "compile": recipe.compile,
-            "deterministic": recipe.deterministic,
-            "parallel": recipe.parallel,
-            "optim.micro_batch": o.micro_batch,
-            "optim.checkpointing": o.checkpointing,
-            "optim.reduce": o.reduce,
-            "data.workers": recipe.data.workers,
-        },
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of an accelerator or, for a CPU, the vector instructions that PyTorch uses on it, such as
-    `cpu AVX512`."""
-    name = devices.name(device)
-    return name if devices.is_accelerator(device) else f"{name} {torch.backends.cpu.get_cpu_capability()}"

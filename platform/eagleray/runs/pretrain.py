@@ -26,7 +26,7 @@ from eagleray.runs.checked import Checked, checked
 from eagleray.runs.data_inputs import data_inputs
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.monitor import Monitor
-from eagleray.runs.origin import arithmetic, check_same_order
+from eagleray.runs.origin import check_same_order
 from eagleray.runs.plan import Plan, open_plan
 from eagleray.runs.rank_run import RankRun, Stateful, clock_of
 from eagleray.runs.recipe import Recipe
@@ -80,8 +80,7 @@ def pretrain(
         check_same_order(plan.origin, state, folder.out)
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
-        about = plan.origin | arithmetic(recipe, world.device)
-        step = folder.begin(state["step"], world.size, data_inputs(plan), resumes=resumes, **about)
+        step = folder.begin(state["step"], world.size, data_inputs(plan), resumes=resumes, **plan.origin)
         starting.close()
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)

@@ -9,12 +9,10 @@ from eagleray import config
 from eagleray.base import dist, shards
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint, sharded, sharded_checkpoint
-from eagleray.engine.checkpoint_names import stem, step_of
 from eagleray.engine.optim import lay_out_moments
 from eagleray.runs import evaluations
 from eagleray.runs import recipe as recipes
 from eagleray.runs.rank_run import RankRun, Stateful
-from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -22,20 +20,13 @@ GROUPED = "a new run takes over its weights with start='{from: OUT, what: method
 
 
 def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run, or None. Raises UserError when it was made with another recipe."""
-    return checkpoint_below(folder.recipe, folder.out, folder.scratch)
-
-
-def checkpoint_below(recipe: Recipe, out: str, scratch: Path, step: int | None = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run in `out`, of those below a step if one is given, or None. Called by all
-    ranks together. Raises UserError when it was made with another recipe than this one."""
+    """Return the newest checkpoint of the run, or None. Called by all ranks together. Raises UserError when it was made
+    with another recipe than this one."""
+    recipe, out = folder.recipe, folder.out
     url, patience = f"{out}/checkpoints", 60 * recipe.data.patience
     listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
-    if step is not None:
-        blobs = {file: blob for file, blob in listed.blobs.items() if step_of(stem(file)) < step}
-        listed = listed._replace(blobs=blobs)
     whole = recipe.parallel == "ddp" or dist.size() == 1
-    state = checkpoint.newest(url, scratch, patience=patience, whole=whole, listed=listed)
+    state = checkpoint.newest(url, folder.scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):

@@ -23,7 +23,7 @@ from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
-REPEATED = (metrics.LOSS, metrics.GRAD_NORM)  # the values that are the same when a step is taken again
+OF_STEPS = (metrics.LOSS, metrics.GRAD_NORM)  # the values in steps.jsonl
 SKIPS = 3  # steps in a row without a finite gradient that end the run
 
 
@@ -72,8 +72,8 @@ class StepTable:
 
     def lines(self) -> list[dict[str, float]]:
         """Return the loss and the gradient norm of each step."""
-        columns = [self.column(name).tolist() for name in REPEATED]
-        return [dict(zip(REPEATED, values, strict=True)) for values in zip(*columns, strict=True)]
+        columns = [self.column(name).tolist() for name in OF_STEPS]
+        return [dict(zip(OF_STEPS, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 class OpenLine:
