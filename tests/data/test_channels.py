@@ -123,7 +123,7 @@ def test_an_image_of_other_channels_is_replaced_and_said(tmp_path: Path):
     read = parts(folder, views, FIVE)
     assert [p.shape[-3] for part in read for p in part.pixels] == [BANDS] * 12
     bad = {(b.key, b.reason) for part in read for b in part.bad}
-    assert bad == {("s0000", "4 channels, expected 5"), ("s0001", "4 channels, expected 5")}
+    assert bad == {("s0000", "4 channels, expected 5 (its .tif)"), ("s0001", "4 channels, expected 5 (its .tif)")}
 
 
 def test_a_loop_of_ones_own_reads_channels(tmp_path: Path):

@@ -284,7 +284,7 @@ def test_a_broken_sample_is_reported_and_its_stand_in_is_a_neighbour(dented: Pat
     assert {b.key for b in found} == {f"s{i:04d}" for i in missed}
     for bad in found:
         assert span(s, int(bad.key[1:]))[:2] == (bad.shard, bad.offset)
-        assert bad.reason == "cannot identify image file"
+        assert bad.reason == "cannot identify image file (its .jpg)"
 
 
 def test_a_stand_in_keeps_its_label_and_does_not_look_as_in_its_own_place(dented: Path, folder: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_lane_of_broken_samples_ends_the_stream_with_the_reason(tmp_path: Path
     write_tar(tmp_path / "x.tar", [m for k in range(9) for m in sample(k, spoiled(k))])
     [part] = islice(stream(tmp_path, lanes=2, batch=4).parts(range(2), start=0), 5)
     assert re.fullmatch(
-        rf"no usable image is left in a whole lane of the data; {tmp_path}/x.tar: s\d+: cannot identify image file",
+        rf"no usable image is left in a whole lane of the data; {tmp_path}/x.tar: s\d+: cannot identify image file \(its .jpg\)",
         str(part.error),
     )
 

@@ -23,7 +23,7 @@ def test_an_error_that_the_command_prints_is_printed_once(tmp_path: Path, capsys
     (tmp_path / layout.METRICS).touch()
     (tmp_path / layout.LOG).touch()
     error = RuntimeError("a loader process died: no memory")
-    follow = FollowRun(tmp_path, 4)
+    follow = FollowRun(tmp_path, 4, 32)
     follow.__enter__()
     lines = [LOG("ERROR", "a store was away"), LOG("WARNING", "slow")]
     lines += [LOG("ERROR", f"the run failed: RuntimeError: {error}"), "Traceback\n", LOG("INFO", "waiting")]
@@ -37,7 +37,7 @@ def test_an_error_after_which_the_command_goes_on_is_printed(
 ) -> None:
     (tmp_path / layout.METRICS).touch()
     (tmp_path / layout.LOG).write_text("")
-    with FollowRun(tmp_path, 4):
+    with FollowRun(tmp_path, 4, 32):
         (tmp_path / layout.LOG).write_text(LOG("ERROR", "the run failed: RuntimeError: cut") + LOG("INFO", "again"))
     assert "error: the run failed: RuntimeError: cut" in capsys.readouterr().out
 

@@ -215,7 +215,7 @@ def test_too_many_bad_samples_stop_the_run(small: Path, shards: Path, tmp_path: 
     found = read_lines(tmp_path / "fine" / "quarantine.jsonl")
     assert {b["key"] for b in found} == {str(i) for i in range(40)}
     assert len(found) == 40
-    assert all(b["reason"] == "cannot identify image file" for b in found)
+    assert all(b["reason"] == "cannot identify image file (its .jpg)" for b in found)
 
 
 def test_no_finite_gradient_changes_nothing_and_stops(

@@ -109,7 +109,7 @@ def test_an_index_that_cannot_lie_beside_the_shards_lies_in_the_store_of_the_run
 
     scan = indexing.scan
     monkeypatch.setattr(LocalStore, "put", put)
-    monkeypatch.setattr(indexing, "scan", lambda blob: [scans.append(blob.url), scan(blob)][1])
+    monkeypatch.setattr(indexing, "scan", lambda blob, passed: [scans.append(blob.url), scan(blob, passed)][1])
     (tmp_path / "small.yaml").write_text(SMALL)
     keys = [f"data.train={data}", "data.test=null", "out=s3://runs/run"]
     images = len(open_plan(recipes.load(str(tmp_path / "small.yaml"), keys)).index)

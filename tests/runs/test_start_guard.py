@@ -78,7 +78,8 @@ def test_the_start_is_measured_before_the_first_step(source: Path, shards: Path,
     looks = {r["step"]: r["start/cka"] for r in read_lines(tmp_path / "out" / "metrics.jsonl") if "start/cka" in r}
     assert list(looks) == [1, 2, 3, 4, 6]  # twice per octave, then every six
     assert all(0 < value < 1 for value in looks.values())
-    assert not read_lines(tmp_path / "out" / layout.HEALTH)
+    found = {line["kind"] for line in read_lines(tmp_path / "out" / layout.HEALTH)}
+    assert found <= {"not above untrained"}  # nothing of the start is lost; nine steps may well teach nothing
 
 
 def test_a_stop_changes_nothing_of_what_is_measured(source: Path, shards: Path, tmp_path: Path):

@@ -147,8 +147,7 @@ def _files(
             elif whole and last == "cls":
                 source.seek(offset)
                 label = source.read(min(LABEL, size))
-                digits = label.rstrip(b"\0")
-                lacks_end = digits != label and (not digits or digits.isdigit())
+                lacks_end = bool(label) and not any(label)  # a text that ends in zeros may be UTF-16
             if lacks_end:
                 doubtful = -(-(offset + size) // BLOCK) * BLOCK, _members(passed)
             yield (passed[ARCHIVE], key), _Member(extension, last, offset, size, sparse, crc, label, begins)
