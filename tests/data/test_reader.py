@@ -332,7 +332,8 @@ def test_a_lane_of_broken_samples_ends_the_stream_with_the_reason(tmp_path: Path
     write_tar(tmp_path / "x.tar", [m for k in range(9) for m in sample(k, spoiled(k))])
     [part] = islice(stream(tmp_path, lanes=2, batch=4).parts(range(2), start=0), 5)
     assert re.fullmatch(
-        rf"no usable image is left in a whole lane of the data; {tmp_path}/x.tar: s\d+: cannot identify image file \(its .jpg\)",
+        rf"no usable image is left in a whole lane of the data; {tmp_path}/x.tar: s\d+: "
+        r"cannot identify image file \(its .jpg\)",
         str(part.error),
     )
 
