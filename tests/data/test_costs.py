@@ -117,13 +117,28 @@ def test_the_number_of_a_channel_may_be_there_twice(numbers: bytes) -> None:
         check_jpeg(bytes(data))
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"progressive": True, "subsampling": 0}])
-def test_a_photograph_of_170_megapixels_is_decoded(options: dict[str, Any]) -> None:
+PROGRESSIVE: dict[str, Any] = {"progressive": True}
+
+
+def test_a_photograph_of_170_megapixels_is_decoded() -> None:
     """One of a single colour has fewer bytes than any photograph."""
-    data = encode(Image.new("RGB", (13_080, 13_000), (90, 120, 150)), quality=75, **options)
-    assert check_jpeg(data) == (13_000, 13_080, 3)
-    if not options:
-        assert decode(data).shape == (3, 13_000, 13_080)
+    data = encode(Image.new("RGB", (13_080, 13_000), (90, 120, 150)), quality=75)
+    assert decode(data).shape == (3, 13_000, 13_080)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [(mode, options) for mode in ("RGB", "L") for options in ({}, PROGRESSIVE, PROGRESSIVE | {"subsampling": 0})]
+    + [("CMYK", {})],
+)
+def test_photographs_of_170_megapixels_are_within_the_limits(
+    mode: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With limits of a hundredth, for images of a hundredth."""
+    for name in ("FREE", "FREE_WORK", "MAX_WORK", "MAX_PIXELS"):
+        monkeypatch.setattr(costs, name, getattr(costs, name) // 100)
+    data = encode(Image.new("RGB", (1308, 1300), (90, 120, 150)).convert(mode), quality=75, **options)
+    assert check_jpeg(data)[:2] == (1300, 1308)
 
 
 def test_a_header_of_endless_segments_is_refused() -> None:
@@ -133,10 +148,13 @@ def test_a_header_of_endless_segments_is_refused() -> None:
         assert "segments in its header" in refused(data[:2] + 20_000 * segment + data[2:])
 
 
-@pytest.mark.parametrize("head", [b"P6 3000 3000 65535\n", b"P6 3000 3000 99\n", b"P3 3000 3000 255\n"])
-def test_what_pillow_decodes_value_by_value_has_a_limit_of_its_own(head: bytes, undecoded: None) -> None:
-    data = head + (b"0 " if head[1:2] == b"3" else b"\0\0") * 27_000_000
-    assert refused(data) == "27000000 values that Pillow decodes one after the other, more than 8388608"
+@pytest.mark.parametrize("head", [b"P6 900 900 65535\n", b"P6 900 900 99\n", b"P3 900 900 255\n"])
+def test_what_pillow_decodes_value_by_value_has_a_limit_of_its_own(
+    head: bytes, undecoded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "MAX_SLOW", 2**20)
+    data = head + (b"0 " if head[1:2] == b"3" else b"\0\0") * 2_430_000
+    assert refused(data) == "2430000 values that Pillow decodes one after the other, more than 1048576"
 
 
 def test_values_of_channels_have_the_same_limit(undecoded: None) -> None:

@@ -7,7 +7,6 @@ an image may take an amount that any machine has, and more in proportion to its 
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -20,8 +19,8 @@ USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # of other formats, of a JPEG, and more f
 MAX_SCANS = 100
 FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE of them more for each byte
 MAX_WORK = 24 * MAX_PIXELS  # of the usual eighteen scans of four colours
-SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take up to 2 microseconds for each value
-MAX_SLOW = 2**23  # values
+SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take half a microsecond for each value
+MAX_SLOW = 2**25  # values
 MAX_SEGMENTS = 2**14  # of a JPEG's header
 
 JPEG = b"\xff\xd8"  # the first bytes of such a file
@@ -76,35 +75,26 @@ def _check(width: int, height: int, memory: int, size: int) -> None:
     check_memory(f"{width} x {height} pixels", width * height * memory, size)
 
 
-class Frame(NamedTuple):
-    """The frame header of a JPEG."""
-
-    kind: int
-    height: int
-    width: int
-    channels: int
-    values: float  # of all channels for each pixel: those of colours may be fewer than one
-    parts: dict[int, float]  # the same by the number of a channel, which damaged files use twice
-
-
 def check_jpeg(data: Data) -> tuple[int, int, int]:
     """Return height, width and channels of a JPEG. Raises BadImage for one that would take too much memory or time."""
-    frame = _frame(data)
-    pixels, size = frame.height * frame.width, len(data)
-    check_pixels(frame.width, frame.height)
-    seeming = sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
-    work = seeming * pixels * frame.values
-    if seeming > MAX_SCANS or work > FREE_WORK:
-        scans, values = count_scans(bytes(data), frame.parts)
-        if scans > MAX_SCANS:
-            raise BadImage(f"{scans} scans, more than {MAX_SCANS}")
-        work = values * pixels
-        if work > min(FREE_WORK + PER_BYTE * size, MAX_WORK):
-            what = f"{scans} scans of {frame.width} x {frame.height} pixels"
-            raise BadImage(f"{what} in {size} bytes would take too long to decode")
-    kept = COEFFICIENT * frame.values if frame.kind in PROGRESSIVE or seeming > 1 else 0
-    check_memory(f"{frame.width} x {frame.height} pixels", int(pixels * (OF_JPEG + kept)), size)
-    return frame.height, frame.width, frame.channels
+    height, width, channels = jpeg_size(data)
+    check_pixels(width, height)
+    pixels, seeming = height * width, sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
+    most = pixels * channels  # values; nearly all images are small enough to know no more
+    if seeming > MAX_SCANS or seeming * most > FREE_WORK or OF_JPEG * pixels + COEFFICIENT * most > FREE:
+        _check_scans(data, f"{width} x {height} pixels", pixels)
+    return height, width, channels
+
+
+def _check_scans(data: Data, what: str, pixels: int) -> None:
+    kind, parts = _frame(data)
+    scans, values = count_scans(bytes(data), dict(parts))
+    if scans > MAX_SCANS:
+        raise BadImage(f"{scans} scans, more than {MAX_SCANS}")
+    if values * pixels > min(FREE_WORK + PER_BYTE * len(data), MAX_WORK):
+        raise BadImage(f"{scans} scans of {what} in {len(data)} bytes would take too long to decode")
+    kept = COEFFICIENT * sum(part for _, part in parts) if kind in PROGRESSIVE or scans > 1 else 0
+    check_memory(what, int(pixels * (OF_JPEG + kept)), len(data))
 
 
 def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
@@ -125,20 +115,24 @@ def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
 
 def jpeg_size(data: Data) -> tuple[int, int, int]:
     """Read height, width and channels from a JPEG's frame header. Raises BadImage when there is none."""
-    frame = _frame(data)
-    return frame.height, frame.width, frame.channels
+    at = _frame_at(data)
+    return int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9]), data[at + 9]
 
 
-def _frame(data: Data) -> Frame:
-    """Return a JPEG's frame header. Raises BadImage when there is none."""
+def _frame(data: Data) -> tuple[int, list[tuple[int, float]]]:
+    """Return the kind of a JPEG's frame, and its channels: the number of each, which damaged files use twice, and how
+    many values it has for each pixel, as those of colours may be fewer than one. Raises BadImage."""
+    at = _frame_at(data)
+    fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
+    factors = [(both >> 4) * (both & 15) for both in fields[1::3]]
+    return data[at + 1], [(number, f / max(1, *factors)) for number, f in zip(fields[::3], factors, strict=False)]
+
+
+def _frame_at(data: Data) -> int:
+    """Return where a JPEG's frame header begins. Raises BadImage when there is none."""
     for kind, at in jpeg_segments(data):
         if is_frame(kind):
-            fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
-            factors = [(both >> 4) * (both & 15) for both in fields[1::3]]
-            shares = [factor / max(1, *factors) for factor in factors]
-            height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
-            parts = dict(zip(fields[::3], shares, strict=False))
-            return Frame(kind, height, width, data[at + 9], sum(shares), parts)
+            return at
     raise BadImage("the JPEG ends inside its header")
 
 
