@@ -174,7 +174,7 @@ def start(
         plan = open_plan(r, note=lambda _: None)
         state = newest_checkpoint(folder)
         assert state is not None
-        folder.begin(state["step"], exchanges.ranks, resumes=True)
+        folder.begin(state["step"], exchanges.ranks, lengths={})
         world = CountingWorld(exchanges)
         monitor: Any = SimpleNamespace(layers=())
         quarantine = Quarantine(None, samples=256, limit=1.0)

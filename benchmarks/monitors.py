@@ -30,6 +30,7 @@ from eagleray.runs.build import build_method, build_optimizer, scaled_lr
 from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.spikes import Spikes
 
 IMAGES = 50_000  # of which the bank keeps a tenth
 DRAWS = 2000  # bootstrap samples
@@ -97,7 +98,7 @@ def steps_of(r: Recipe, *, watch: bool) -> Callable[[int], float]:
     method.to(device)
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True) if watch else None
-    health = Health(monitor.layers if monitor else [], scaled_lr(r).value)
+    health = Health(Spikes(monitor.layers if monitor else []), scaled_lr(r).value)
     batch = replace(made_up(r, device), label=torch.randint(1000, (r.optim.batch,), device=device))
 
     def feed() -> Iterator[tuple[Progress, Batch]]:

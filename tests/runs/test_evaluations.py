@@ -68,15 +68,18 @@ def test_an_evaluation_that_kills_its_process_is_given_up(
     out = tmp_path / "out"
     args = split(arguments(small, shards, out, *KEYS))
     monkeypatch.setattr(probes, "extract_pooled", killed)
-    for steps in (10, 12, 12):  # the evaluation during training is not begun again, as a checkpoint precedes it
+    for steps in (10, 10, 12, 12):  # the one during training, and then the one at the end
         with pytest.raises(Killed):
             pretrain(*args)
         assert checkpoint.manifests(out / "checkpoints")[0] == f"step-{steps:09d}"
     summary = pretrain(*args).summary
     assert summary["steps"] == 12
     assert "knn/top1" not in summary
-    [found] = read_lines(out / layout.HEALTH)
-    assert found["text"] == f"its numbers are missing: RuntimeError: the process died in it {evaluations.STARTS} times"
+    assert [r["step"] for r in read_lines(out / layout.METRICS)] == list(range(1, 13)), "its line has no scores"
+    found = read_lines(out / layout.HEALTH)
+    assert [f["step"] for f in found] == [10, 12]
+    said = f"its numbers are missing: RuntimeError: the process died in it {evaluations.STARTS} times"
+    assert {f["text"] for f in found} == {said}
     assert json.loads((out / layout.SUMMARY).read_text()).keys().isdisjoint({"evaluation_starts"})
 
 

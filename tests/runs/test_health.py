@@ -3,6 +3,7 @@
 import pytest
 
 from eagleray.runs.health import GRACE, KINDS, LATE, LOOKS, Finding, Health, words
+from eagleray.runs.spikes import Spikes
 
 GOOD = {
     "lr": 1e-3,
@@ -24,7 +25,7 @@ GOOD = {
 
 def told(*changes: dict[str, float], looks: int = 12) -> list[Finding]:
     """What is found in `looks` records that are GOOD but for the changes, the last of which stays."""
-    health, found = Health(["patch_embed"]), []
+    health, found = Health(Spikes(["patch_embed"])), []
     for i in range(looks):
         changed = changes[min(i, len(changes) - 1)] if changes else {}
         found += health.look(GOOD | changed | {"step": 10 * (i + 1)})
@@ -64,7 +65,7 @@ def test_what_is_wrong_is_named(change: dict[str, float], kind: str):
 
 def test_nothing_is_judged_before_anything_can_have_been_learnt():
     """In a warm-up of epochs features are still what the random weights made them."""
-    health = Health(["patch_embed"], lr=1.0)
+    health = Health(Spikes(["patch_embed"]), lr=1.0)
     stuck = GOOD | {"gain": 0.0, "health/projector_std": 0.01}
     assert not [f for i in range(50) for f in health.look(stuck | {"step": i, "lr": 0.1})]
     assert {f.kind for i in range(LOOKS) for f in health.look(stuck | {"step": i, "lr": 0.3})} == {
@@ -94,7 +95,7 @@ def test_a_passing_look_is_no_finding():
 
 
 def test_records_between_looks_change_nothing():
-    health = Health(["patch_embed"])
+    health = Health(Spikes(["patch_embed"]))
     record = {k: v for k, v in GOOD.items() if not k.startswith("health/")} | {"step": 1, "entropy": 0.9999}
     assert not any(health.look(record) for _ in range(50))
 
@@ -103,7 +104,7 @@ CURVE = [20.0, 21, 20.5, 22, 23, 22.5, 24, 24.5, 25, 24.8, 26]
 
 
 def dips(curve: list[float], error: float = 0.5) -> list[int]:
-    health, found = Health([]), []
+    health, found = Health(Spikes([])), []
     for i, top1 in enumerate(curve):
         found += health.look({"step": i, "monitor/knn": top1, "monitor/knn_error": error})
     return [f.step for f in found]
@@ -120,6 +121,6 @@ def test_dips_of_the_knn_curve_are_found_beyond_its_noise():
 
 def test_the_first_steps_of_a_backbone_that_was_frozen_are_no_spike():
     norms = [[0.0]] * 40 + [[1.0]] * 60
-    assert Health(["patch_embed"], frozen=40).gradients(1, norms) == []
-    [found] = Health(["patch_embed"]).gradients(1, norms)
+    assert Health(Spikes(["patch_embed"]), frozen=40).gradients(1, norms) == []
+    [found] = Health(Spikes(["patch_embed"])).gradients(1, norms)
     assert (found.step, found.kind) == (41, "spike")

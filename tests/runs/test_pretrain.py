@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.killed_runs import assert_same_story
 from helpers.recipes import SMALL
 from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_step, weights
 from torch import Tensor
@@ -18,6 +20,7 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint
+from eagleray.runs import evaluations
 from eagleray.runs.rank_run import Stateful
 from eagleray.runs.run_checkpoint import load_checkpoint
 from eagleray.runs.train import first_problem
@@ -154,8 +157,9 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
 
 
 def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_path: Path):
-    """Also the histories, whose lines lie between checkpoints."""
+    """Also the histories, whose lines lie between checkpoints. tests/chaos kills twenty times."""
     long = ["optim.epochs=40", "max_steps=60", "evaluate.probe_epochs=0", "checkpoint.steps=7", "log_steps=4"]
+    long += ["monitor.every=9", "evaluate.every=2", "evaluate.limit=32"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(arguments(small, shards, killed, *long))
     wait_for_step(killed, 20, process)
@@ -169,11 +173,28 @@ def test_killed_and_started_again_equals_no_kill(small: Path, shards: Path, tmp_
     pretrain(*split(arguments(small, shards, whole, *long)))
     assert_same(weights(killed), weights(whole))
     assert json.loads((killed / "summary.json").read_text())["restarts"] == 1
-    assert read_lines(killed / "steps.jsonl") == read_lines(whole / "steps.jsonl")
+    assert_same_story(str(killed), str(whole), tmp_path)
     assert [r["step"] for r in read_lines(killed / "steps.jsonl")] == list(range(1, 61))
-    lines = [[(r["step"], r["loss"], r["grad_norm"]) for r in read_lines(o / "metrics.jsonl")] for o in (killed, whole)]
-    assert lines[0] == lines[1]
-    assert [step for step, *_ in lines[0]] == list(range(4, 61, 4))
+    lines = read_lines(killed / "metrics.jsonl")
+    assert [r["step"] for r in lines] == list(range(4, 61, 4))
+    assert [r["step"] for r in lines if "knn/top1" in r] == [20, 40]
+    assert [r["step"] for r in lines if "health/update" in r] == [12, 20, 28, 36, 48, 56]
+
+
+def test_a_line_whose_evaluation_was_killed_is_written_by_the_next_start(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    args = [[*arguments(small, shards, tmp_path / n, *FAST), "evaluate.every=1"] for n in ("killed", "whole")]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "online", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(*split(args[0]))
+    assert [r["step"] for r in read_lines(tmp_path / "killed" / "metrics.jsonl")] == list(range(1, 10))
+    for one in args:
+        pretrain(*split(one))
+    assert_same_story(str(tmp_path / "killed"), str(tmp_path / "whole"), tmp_path)
+    scores = [r["step"] for r in read_lines(tmp_path / "killed" / "metrics.jsonl") if "knn/top1" in r]
+    assert scores == [10]
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_a_full_disk_is_said_before_that_mlflow_is_away(small: Path, tmp_path: P
     tracking = Tracking(f"http://127.0.0.1:{free_port()}")
     run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, tracking, command="c")
     run.__enter__()
-    run.begin(0, 1, resumes=False)
+    run.begin(0, 1, lengths=None)
     full = OSError(28, "No space left on device", "x.pt")
     with pytest.raises(UserError, match=r"cannot be written: x\.pt: No space left on device; the same command"):
         run.__exit__(OSError, full, None)

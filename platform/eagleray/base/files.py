@@ -117,16 +117,21 @@ class JsonLines:
     The file is opened for each call. Records that do not fit on a full disk are kept and written with later ones, or by
     a call without any."""
 
-    def __init__(self, path: Path, *, step: int | None = None) -> None:
-        """Continue a file; after a step, if one is given: later lines are dropped, as their steps will be repeated."""
+    def __init__(self, path: Path, *, step: int | None = None, lines: int | None = None) -> None:
+        """Continue a file; after a step or after so many `lines`, if one is given: later lines are dropped, as their
+        steps will be repeated."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
+        self.count = lines or 0  # of the records, where the number at the beginning is given
+        # As `append_lines` wrote them: what is kept of the file has the same bytes as before.
         if step is not None:
-            # As `append_lines` wrote them: what is kept of the file has the same bytes as before.
             write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))
+        if lines is not None:
+            write_atomic(path, _as_lines(read_lines(path)[:lines]))
 
     def log(self, *records: Mapping[str, Any]) -> None:
         """Append records."""
+        self.count += len(records)
         known, self._late = len(self._late), [*self._late, *records]
         if not self._late:
             return

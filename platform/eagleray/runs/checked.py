@@ -3,13 +3,11 @@
 That there is no finding means little where nothing was looked at.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eagleray.runs.health import DIP, LATE, LOOKS, Health
-from eagleray.runs.metrics import MONITOR_KNN, START_CKA
-from eagleray.runs.spikes import WARM
+from eagleray.runs.spikes import WARM, Spikes
 
 
 class Checked(NamedTuple):
@@ -24,13 +22,13 @@ def checked(
     *,
     lr: float,
     frozen: float = 0.0,
-    starts: Iterable[int] = (0,),
+    first: int = 0,
     labelled: bool = True,
     started: bool = False,
 ) -> Checked:
-    """Return what the lines of metrics.jsonl allowed to check. `lr` and `frozen` are as for `Health`; `starts` are the
-    steps from which the run was started, the last one last, and `started` says that it took over what is watched."""
-    health = Health([], lr, frozen)
+    """Return what the lines of metrics.jsonl allowed to check. `lr` and `frozen` are as for `Health`; `first` is the
+    step that the run began with, and `started` says that it took over what is watched."""
+    health = Health(Spikes([]), lr, frozen)
     for record in records:
         health.look(record)
     keys = {key for record in records for key in record}
@@ -46,7 +44,7 @@ def checked(
 
     note(["inputs", *["same views"] * ("health/same_views" in keys), "too large steps"], health.looks, 1, "measurement")
     note(["non-finite"], steps, 1, "step")
-    note(["spike"], watched(starts, steps), 1, "step")
+    note(["spike"], max(steps - first - WARM, 0), 1, "step")
     in_a_row = ["uniform output"] * bool(keys & {"entropy", "gain"}) + ["frozen encoder"]
     in_a_row += ["no momentum"] * ("health/ema_distance" in keys)
     late = LOOKS if health.spread or not health.looks else LATE
@@ -61,9 +59,3 @@ def checked(
     if started:
         note(["start lost"], sum(START_CKA in record for record in records), 1, "measurement")
     return out
-
-
-def watched(starts: Iterable[int], steps: int) -> int:
-    """Return at how many of the steps a spike could be found: not at the first ones of each start."""
-    begun = sorted({min(step, steps) for step in starts} | {steps})
-    return sum(max(after - step - WARM, 0) for step, after in itertools.pairwise(begun))

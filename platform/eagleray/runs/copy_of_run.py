@@ -12,7 +12,7 @@ from eagleray.runs.histories import GROWING, History, histories
 from eagleray.storage import store
 
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.MLFLOW}
-RECORDS |= {layout.PLACES, layout.START_SCORES}  # files that rank 0 writes as a whole
+RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that rank 0 writes as a whole
 NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, *layout_of_sweep.FILES}  # files that commands write themselves
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder

@@ -54,11 +54,12 @@ BASELINE_FORMAT = 1  # increased when evaluations compute other scores
 Scores = dict[str, float]
 
 
-def online(run: RankRun, step: int) -> Scores:
+def online(run: RankRun, step: int, starts: int = 1) -> Scores:
     """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
-    backbone by kNN. They are empty if the evaluation fails."""
+    backbone by kNN. They are empty if the evaluation fails. `starts` is how often it has begun."""
 
     def measure() -> Scores:
+        give_up_after_deaths(starts)
         if isinstance(run.method, Classifier):
             return evaluate_classifier(run, run.method)
         e = run.plan.recipe.evaluate

@@ -57,11 +57,10 @@ KINDS = {
 class Health:
     """Reads every record of metrics.jsonl in order, and returns the problems that are new in it."""
 
-    def __init__(self, layers: Sequence[str], lr: float = 0.0, frozen: float = 0.0) -> None:
-        """`layers` are the names of the layers whose gradients are watched; `lr` is the highest learning rate of the
-        run, and `frozen` the number of steps in which the backbone is not to be trained."""
-        self.lr, self.frozen = lr, frozen
-        self.spikes = Spikes(layers)
+    def __init__(self, spikes: Spikes, lr: float = 0.0, frozen: float = 0.0) -> None:
+        """`spikes` reads the gradient norms; `lr` is the highest learning rate of the run, and `frozen` the number of
+        steps in which the backbone is not to be trained."""
+        self.lr, self.frozen, self.spikes = lr, frozen, spikes
         self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
         self.told: set[str] = set()
         self.looks, self.settled = 0, 0  # measurements, and those that count for what must hold several times

@@ -18,6 +18,7 @@ TEACHER = "teacher.txt"  # what the frozen teacher took over from `method.teache
 WEIGHTS = "weights.txt"  # what the backbone took over from `backbone.weights`
 SUMMARY = "summary.json"  # the numbers of a finished run
 EVALUATION_STARTS = "evaluation_starts"  # a key of it while its scores are missing: how often they were begun
+EVALUATION = "evaluation.json"  # the step of the last evaluation during training, and how often it was begun
 RESULTS = "results.json"  # of `eagleray evaluate`
 LOG = "train.log"
 RAY_LOG = "ray.log"  # what Ray's libraries print in the process that directs the run

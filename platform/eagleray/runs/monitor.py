@@ -69,11 +69,16 @@ class Monitor:
         self._size = size(self.trunk).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.bank.state_dict() | {"size": self._size}
+        """Return also what the next line of metrics.jsonl will tell of the steps before this one."""
+        norms = torch.stack(self._norms) if self._norms else torch.empty(0)
+        return self.bank.state_dict() | {"size": self._size, "norms": norms, "look": dict(self._look)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bank.load_state_dict(state)
-        self._size.copy_(state["size"])
+        device = self._size.device
+        self._size = state["size"].to(device, copy=True)
+        self._norms = list(state["norms"].to(device, copy=True))
+        self._look = {name: value.to(device, copy=True) for name, value in state["look"].items()}
 
     def forget(self) -> None:
         """Drop the features of a trial step."""

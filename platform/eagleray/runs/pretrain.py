@@ -80,7 +80,7 @@ def pretrain(
         check_same_order(plan.origin, state, folder.out)
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
-        step = folder.begin(state["step"], world.size, data_inputs(plan), resumes=resumes, **plan.origin)
+        step = folder.begin(state["step"], world.size, data_inputs(plan), lengths=state.get("lengths"), **plan.origin)
         starting.close()
         view = RunView(recipe, stateful.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
@@ -124,7 +124,8 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
     labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
     monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
     first = take_progress(plan, method, optimizer, started.source) if started else 0
-    return Stateful(method, optimizer, monitor, precision, StartGuard(plan), Anchor(recipe, method), OpenLine()), first
+    guard, anchor, line = StartGuard(plan), Anchor(recipe, method), OpenLine(monitor.layers)
+    return Stateful(method, optimizer, monitor, precision, guard, anchor, line), first
 
 
 def place(method: Method, recipe: Recipe, world: World) -> None:
@@ -168,7 +169,7 @@ def what_was_checked(run: RankRun) -> Checked:
         run.folder.records(),
         lr=plan.lr.value,
         frozen=plan.frozen_steps,
-        starts=[line["step"] for line in starts.starts] if starts else (),
+        first=starts.starts[0]["step"] if starts and starts.starts else 0,
         labelled=plan.index.labelled and not run.method.supervised,
         started=run.stateful.guard.watches,
     )

@@ -71,6 +71,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
             "recipe": config.dump(run.plan.recipe),
             "images": len(run.plan.index),
             "origin": run.plan.origin,
+            "lengths": run.folder.lengths(),
         } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
         state["optimizer"] = sharded.optimizer_state(run.stateful.optimizer)
         run.folder.save(step, state)

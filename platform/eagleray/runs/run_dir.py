@@ -5,7 +5,7 @@ import errno
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +65,7 @@ class RunDir:
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
         self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
+        self.bad: Sized = ()  # the samples in quarantine
         self.claim: FolderClaim | Lease | None = None  # only rank 0 has one
         self.mirror: Mirror | None = None
         self.shards: ShardWriter | None = None
@@ -147,11 +148,19 @@ class RunDir:
             line = f"out={self.out}: cannot be written: {_of_disk(error)}; the same command continues"
             raise UserError(line) from error
 
-    def begin(self, step: int, ranks: int, inputs: Sequence[DataInput] = (), *, resumes: bool, **about: Any) -> int:
-        """Open the histories at a step, and return it. `inputs` are the data sets that the run reads, and `resumes`
-        says that the step is that of a checkpoint of this run. What there is to say `about` this start goes into its
-        line of starts.jsonl. Raises Futile after many starts without progress, and UserError when a package is missing
-        that the recipe asks for."""
+    def begin(
+        self,
+        step: int,
+        ranks: int,
+        inputs: Sequence[DataInput] = (),
+        *,
+        lengths: Mapping[str, int] | None,
+        **about: Any,
+    ) -> int:
+        """Open the histories at a step, and return it. `inputs` are the data sets that are read, and `lengths` is what
+        the method of this name returned when a checkpoint of this step was saved, or None without one. What there is to
+        say `about` this start goes into its line of starts.jsonl. Raises Futile after many starts without progress, and
+        UserError when a package is missing that the recipe asks for."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -163,7 +172,10 @@ class RunDir:
             self.skipped = JsonLines(skipped, step=step if skipped.exists() else None)
             self.metrics = JsonLines(self.path / layout.METRICS, step=step)
             self.steps = JsonLines(self.path / layout.STEPS, step=step)
-            self.findings = JsonLines(self.path / layout.HEALTH, step=step)
+            found = lengths or {}  # what is found later than at its step, or at none
+            self.findings = JsonLines(self.path / layout.HEALTH, lines=found.get(layout.HEALTH, 0))
+            if (bad := self.path / layout.QUARANTINE).exists():
+                JsonLines(bad, lines=found.get(layout.QUARANTINE, 0))
             self.histories = (self.skipped, self.metrics, self.steps, self.findings)
             if self.mirror:
                 self.mirror.start()  # no line of a history is dropped any more
@@ -171,9 +183,13 @@ class RunDir:
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs, step)
-            if resumes:
+            if lengths is not None:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
         return step
+
+    def lengths(self) -> dict[str, int]:
+        """Return how many lines those histories have on rank 0 that a start cannot cut off at its step."""
+        return {layout.HEALTH: self.findings.count, layout.QUARANTINE: len(self.bad)} if self.rank == 0 else {}
 
     def starts_in_vain(self) -> int:
         """Return how many starts of this command in a row began at this step."""
@@ -282,6 +298,20 @@ class RunDir:
     def _found(self) -> list[dict[str, Any]]:
         """Return the findings so far, on rank 0."""
         return read_history(self.path / layout.HEALTH) if self.rank == 0 else []
+
+    def has_line(self, step: int) -> bool:
+        """Return whether metrics.jsonl has the line of a step, on rank 0."""
+        return any(record["step"] == step for record in self.records())
+
+    def begin_online(self, step: int) -> int:
+        """Write down that the evaluation at a step of the training begins, and return how often it has, on rank 0."""
+        if self.rank != 0:
+            return 0
+        path = self.path / layout.EVALUATION
+        [*_, last] = [{}, *read_lines(path)]
+        starts = last["starts"] + 1 if last.get("step") == step else 1
+        files.write_atomic(path, json.dumps({"step": step, "starts": starts}) + "\n")
+        return starts
 
     def begin_evaluation(self, summary: Mapping[str, Any]) -> int:
         """Write the summary without scores, and return how often the evaluation at the end of the run has begun, on

@@ -1,10 +1,12 @@
 """Detect spikes of the gradient norm and the layer in which they began, as in figure 4 of Chen, Xie and He 2021,
 arXiv:2104.02057."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 HISTORY = 100  # steps that a layer's usual norm is the median of
@@ -45,6 +47,14 @@ class Spikes:
         self.layers = list(layers)
         self.usual = np.zeros((0, len(layers)))  # the last HISTORY steps without a spike
         self.hit: dict[int, tuple[int, float]] = {}  # layers that jumped: the step and the largest factor since
+
+    def state_dict(self) -> dict[str, Any]:
+        hit = [[layer, *reached] for layer, reached in self.hit.items()]
+        return {"usual": torch.from_numpy(self.usual.copy()), "hit": hit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.usual = state["usual"].numpy().copy()
+        self.hit = {int(layer): (int(step), float(largest)) for layer, step, largest in state["hit"]}
 
     def add(self, step: int, norms: Sequence[float]) -> Spike | None:
         """Add the norms (L layers,) of one step, and return the spike that ends with it, if any. Norms that are not

@@ -67,7 +67,9 @@ class StartGuard:
     def state_dict(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        return {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
+        fresh = list(self.seen) if self.fresh else []  # for the next line of metrics.jsonl
+        state = {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
+        return state | {"fresh": fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint. One that was made without a guard has none, and the run goes on without."""
@@ -75,6 +77,8 @@ class StartGuard:
             self.settings = None
             return
         self.first, self.scores, self.told = state["first"], dict(state["scores"]), state.get("told", False)
+        if state["fresh"]:
+            self.seen, self.fresh = (int(state["fresh"][0]), dict(state["fresh"][1])), True
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
 
     @property

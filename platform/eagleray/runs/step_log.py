@@ -22,6 +22,7 @@ from eagleray.runs.health import Health
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
+from eagleray.runs.spikes import Spikes
 
 OF_STEPS = (metrics.LOSS, metrics.GRAD_NORM)  # the values in steps.jsonl
 SKIPS = 3  # steps in a row without a finite gradient that end the run
@@ -77,12 +78,15 @@ class StepTable:
 
 
 class OpenLine:
-    """The steps since the last line of metrics.jsonl, over all ranks. A checkpoint holds them, so that the next line
-    is the same whether a process was killed before it or not."""
+    """What the next line of metrics.jsonl and of health.jsonl depend on, over all ranks. A checkpoint holds it, so that
+    they are the same whether a process was killed before them or not."""
 
-    def __init__(self) -> None:
-        self.table = StepTable([], torch.empty(0, 0))
+    def __init__(self, layers: Sequence[str] = ()) -> None:
+        """`layers` are those whose gradients are watched."""
+        self.table = StepTable([], torch.empty(0, 0))  # of the steps since the last line
         self.skips = 0  # steps without a finite gradient in a row, up to the last one
+        self.spikes = Spikes(layers)
+        self.record: dict[str, Any] = {}  # a line that waits for the scores of the evaluation at its step
 
     def add(self, table: StepTable) -> None:
         """Add steps."""
@@ -95,10 +99,13 @@ class OpenLine:
         return table
 
     def state_dict(self) -> dict[str, Any]:
-        return {"names": self.table.names, "rows": self.table.rows, "skips": self.skips}
+        table = {"names": self.table.names, "rows": self.table.rows, "skips": self.skips}
+        return table | {"spikes": self.spikes.state_dict(), "record": self.record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.table, self.skips = StepTable(list(state["names"]), state["rows"]), int(state["skips"])
+        self.spikes.load_state_dict(state["spikes"])
+        self.record = dict(state["record"])
 
 
 class StepLog:
@@ -118,7 +125,7 @@ class StepLog:
         """Called by all ranks together."""
         self.p, self.world, self.folder, self.quarantine, self.monitor = p, world, folder, quarantine, monitor
         self.line, self.loader = line, loader
-        self.health = Health(monitor.layers, p.lr.value, p.frozen_steps)
+        self.health = Health(line.spikes, p.lr.value, p.frozen_steps)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
         self.forecast = dist.from_rank_zero(partial(local_forecast.read_forecast, folder.out))

@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +39,7 @@ def train(run: RankRun, start: int) -> int:
     Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
     """
     plan, world, folder, stateful, clock = run
+    finish_line(run, start)
     loader = loader_of(plan, world)
     fit_micro_batch(plan, stateful, start, loader.rows)
     stateful.monitor.step = step = start
@@ -86,15 +89,31 @@ def train(run: RankRun, start: int) -> int:
 
 def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
     """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, save a checkpoint and
-    evaluate first, and add the scores.
-
-    A process that dies in an evaluation, for want of memory, goes on behind it when it starts again."""
+    evaluate first, and add the scores."""
     record = step_log.flush(at, run.plan.lr(at)) | run.stateful.guard.flush()
     if evaluation:
+        run.stateful.line.record = record
+        run.folder.begin_online(at.step + 1)
         save_checkpoint(run, at.step + 1)
         run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
         record |= evaluations.online(run, at.step + 1)
+        run.stateful.line.record = {}
         step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
+    log_record(run, record)
+
+
+def finish_line(run: RankRun, step: int) -> None:
+    """Evaluate, and write the line of metrics.jsonl that an earlier start did not: its process was killed between
+    the checkpoint of this step and its scores."""
+    line = run.stateful.line
+    record, line.record = line.record, {}
+    if record and not dist.from_rank_zero(partial(run.folder.has_line, step)):
+        starts = dist.from_rank_zero(partial(run.folder.begin_online, step))
+        log_record(run, record | evaluations.online(run, step, starts))
+
+
+def log_record(run: RankRun, record: dict[str, Any]) -> None:
+    """Write a line of metrics.jsonl."""
     run.folder.log(record)
     run.folder.callbacks("log", record)
     if run.world.rank == 0:
@@ -154,6 +173,7 @@ def open_quarantine(run: RankRun) -> Quarantine:
     )
     quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)
     quarantine.add(index.bad, write=run.world.rank == 0)
+    run.folder.bad = quarantine
     return quarantine
 
 
