@@ -502,7 +502,7 @@ def test_the_time_for_many_shards_grows_with_their_number(monkeypatch: pytest.Mo
     index_file.write(rows, tmp_path / NAME)
     known = index_file.File(tmp_path / NAME)
     monkeypatch.setattr(index_file, "load", lambda url, again: dict.fromkeys(known.groups, known))
-    monkeypatch.setattr(index_file, "save", lambda rows, urls: len(list(rows)))
+    monkeypatch.setattr(index_file, "save", lambda rows, urls, stamps: len(list(rows)))
     count(Blob, "__eq__")
     count(store.Pattern, "matches")
     assert len(opened("s3://b/x/{0000..0999}.tar")) == 1000

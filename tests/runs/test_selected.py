@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import refused
+from helpers.pictures import jpeg
 from helpers.recipes import small_recipe
 from helpers.runs import FAST, arguments, assert_same, split, weights
 
@@ -99,6 +100,54 @@ def test_shards_that_were_replaced_meanwhile_are_refused(
     write_index(str(tmp_path / "data" / "train"))
     line = refused(capsys, "pretrain", name, *keys[:-2], "max_steps=4", keys[-1])
     assert "out: the shards of data.train are not those that the run has read by up to step 2" in line
+    assert f"so it cannot continue exactly ({one.name} has changed, and 1 more); put back" in line
+
+
+def test_an_image_that_was_replaced_in_place_is_said_at_the_next_start(
+    small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also with a new index, with which only another run may read it."""
+    shutil.copytree(shards, tmp_path / "data")
+    train = tmp_path / "data" / "train"
+    name, keys = given(small, tmp_path / "data", tmp_path / "out", "max_steps=2", choice='{url: "%s"}')
+    api.pretrain(name, keys)
+    index, longer = open_index(str(train)), [*keys[:-2], "max_steps=4", keys[-1]]
+    before = (shard := Path(index.shards[3].url)).read_bytes()
+    first = int(index.first[3])
+    at, size = int(index.offset[first]), int(index.size[first])
+    with shard.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(size))
+    line = refused(capsys, "pretrain", name, *longer)
+    assert f"error: data.train: {shard}: changed since it was indexed" in line
+    write_index(str(train))
+    line = refused(capsys, "pretrain", name, *longer)
+    assert f"so it cannot continue exactly ({shard.name} has changed); put back what was there" in line
+    other = [key.replace(str(tmp_path / "out"), str(tmp_path / "other")) for key in keys]
+    assert api.pretrain(name, other).summary["steps"] == 2
+    shard.write_bytes(before)
+    write_index(str(train))
+    assert api.pretrain(name, longer).summary["steps"] == 4
+
+
+def test_an_image_in_a_folder_that_was_replaced_is_said_at_the_next_start(
+    small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(40):
+        (photos / f"{i}.jpg").write_bytes(jpeg(i))
+    keys = [f"data.train={photos}", f"out={tmp_path / 'out'}", *FAST, "data.lanes=8"]
+    api.pretrain(str(small), [*keys, "max_steps=1"])
+    image = photos / "7.jpg"
+    image.write_bytes(jpeg(7)[:-1] + b"!")
+    line = refused(capsys, "pretrain", str(small), *keys, "max_steps=2")
+    assert (
+        line == f"error: data.train: {image}: has changed since it was indexed; `eagleray index {photos}` accepts that"
+    )
+    write_index(str(photos))
+    line = refused(capsys, "pretrain", str(small), *keys, "max_steps=2")
+    assert "so it cannot continue exactly (an image of the folder has changed); put back" in line
 
 
 def test_the_report_shows_what_is_read_and_what_is_not(small: Path, shards: Path, tmp_path: Path):

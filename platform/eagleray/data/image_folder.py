@@ -16,6 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.data.checksum import crc32
 from eagleray.data.file_names import from_text, readable
 from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
+from eagleray.data.stamps import Stamp, settle, stamp_of_all
 from eagleray.data.tar_scan import LARGEST, READ, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
@@ -31,7 +32,13 @@ class Listing(NamedTuple):
     """The images in a folder and in all folders below it."""
 
     sizes: dict[str, int]  # bytes, by relative path, in reading order
+    stamps: dict[str, Stamp]
     others: Counter[str]  # files that are not read, by extension with its dot; hidden ones are not counted
+
+    @property
+    def stamp(self) -> Stamp:
+        """Return what tells that an image was written, comes or goes."""
+        return stamp_of_all((f"{size} {path}", self.stamps[path]) for path, size in self.sizes.items())
 
     def unread(self) -> str:
         """Say how many files are not read, by extension; an empty string if there are none."""
@@ -75,25 +82,24 @@ def holds_images(folder: str) -> bool:
 
 def list_images(folder: str) -> Listing:
     """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
-    root, sizes, others = store.local_path(folder), {}, Counter[str]()
+    root, sizes, others, stamps = store.local_path(folder), {}, Counter[str](), dict[str, Stamp]()
     for path in files_below(root, hidden=False):
         if not _is_image(path):
             if path != "index.parquet":
                 others[extension(path)] += 1
             continue
         try:
-            sizes[path] = os.path.getsize(root / path)
+            status = os.stat(root / path)
+            sizes[path], stamps[path] = status.st_size, Stamp.of(status)
         except OSError:  # a broken link, or a file that went away meanwhile
             others["gone or a broken link"] += 1
-    return Listing({path: sizes[path] for path in sorted(sizes, key=_order)}, others)
+    settle(stamps.values())
+    return Listing({path: sizes[path] for path in sorted(sizes, key=_order)}, stamps, others)
 
 
 def blob_of(folder: str, listing: Listing) -> Blob:
-    """Describe a folder of images as one shard, whose tag is a digest of the paths and sizes of all images."""
-    digest = hashlib.sha256()
-    for path, size in listing.sizes.items():
-        digest.update(f"{size} {path}\n".encode(errors="surrogateescape"))
-    return Blob(f"{folder}/{NAME}", sum(listing.sizes.values()), f"files:{digest.hexdigest()[:16]}")
+    """Describe a folder of images as one shard, without a tag."""
+    return Blob(f"{folder}/{NAME}", sum(listing.sizes.values()))
 
 
 def difference(table: pa.Table, listing: Listing) -> str:

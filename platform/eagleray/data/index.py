@@ -1,5 +1,6 @@
 """Indexes shards: reads every tar once and stores where its samples are, in one file per folder of shards."""
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -17,10 +18,14 @@ from eagleray.config.channels import Channels
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
+from eagleray.data.folder_index import Note, Tick, open_folder
 from eagleray.data.index_faults import lines_of_passed, unusable
 from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load_both, name
 from eagleray.data.quarantine import BadSample, broken
+from eagleray.data.stamps import Stamp
+from eagleray.data.stamps import stamps as stamps_of
 from eagleray.data.tar_scan import scan
+from eagleray.data.unchanged import content_tag, remember, tagged
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.retry import PATIENCE
@@ -28,14 +33,13 @@ from eagleray.storage.store import Pattern
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
-Note = Callable[[str], None]
-Tick = Callable[[int, int], None]  # shards done, shards in all
 ScanAll = Callable[[Sequence[Blob]], Iterable[tuple[Blob, pa.Table]]]  # reads tars, in any order
 THREADS = 8  # shards that are read at a time
 
 
 def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
-    """Read a whole tar, and return the rows of its samples with it."""
+    """Read a whole tar, and return the rows of its samples with it; with a tag if it is a local one."""
+    blob = replace(blob, tag=content_tag(blob)) if store.folder_of(blob.url) else blob
     passed = Counter[str]()
     return blob, index_file.table_of(scan(blob, passed), passed)
 
@@ -203,7 +207,7 @@ def open_index(
     sources = listed.sources_of()
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
-    shards = [f.shards[f.groups[name(b)]] for b, f in zip(blobs, files, strict=True)]
+    shards = [f.entry(name(b)) for b, f in zip(blobs, files, strict=True)]
     bad = [b for blob, file, shard in zip(blobs, files, shards, strict=True) if shard.bad for b in unusable(blob, file)]
     if not any(s.usable for s in shards):
         given = urls if isinstance(urls, str) else ", ".join(u if isinstance(u, str) else u.url for u in urls)
@@ -230,7 +234,7 @@ def write_index(
     """
     out = []
     for known in _folders(list_data(urls), None, note=note, again=True, tick=tick, scan_all=scan_all):
-        mine = [f.shards[f.groups[name(b)]] for b, f in known]
+        mine = [f.entry(name(b)) for b, f in known]
         place = f"{store.parent(known[0][0].url)}/{NAME}"
         bad = sum(broken(unusable(b, f)) for b, f in known)
         out.append((place, sum(s.usable for s in mine), bad))
@@ -238,9 +242,13 @@ def write_index(
 
 
 def save(folder: str, shards: Tables) -> str:
-    """Write the index of a folder from one table of SCHEMA per shard, and return its URL."""
-    tagged = ((replace(b, tag=store.store(b.url).tag(b)), table) for b, table in shards)
-    return index_file.save(tagged, [f"{folder}/{NAME}"])
+    """Write the index of a folder from one table of SCHEMA per shard, and return its URL. Local shards have their
+    `content_tag`."""
+    known = [(b if store.folder_of(b.url) else _with_tag(b), table) for b, table in shards]
+    stamps = _stamps(folder, [b for b, _ in known])
+    # No times are in it: the same images make the same bytes.
+    remember(folder, ((b, stamps[name(b)]) for b, _ in known if stamps))
+    return index_file.save(known, [f"{folder}/{NAME}"], {})
 
 
 @dataclass(frozen=True)
@@ -300,14 +308,13 @@ def _folders(
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
     for folder in listed.folders:
-        yield [_folder_of_images(folder, spare, note=note, again=again, tick=tick)]
+        yield [open_folder(folder, spare, note=note, again=again, tick=tick)]
     for folder, tars in listed.unread.items():
         note(f"{folder}: not read: {tars}")
     globs = [p for p in listed.tars if p.is_glob]  # shards that are named are there
     by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
     for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
-        with ThreadPoolExecutor(THREADS) as pool:  # a local file is opened for its tag
-            mine = list(pool.map(lambda b: replace(b, tag=store.store(b.url).tag(b)), group))
+        mine = list(group)
         beside = f"{folder}/{NAME}"
         aside = index_file.aside(folder, spare)
         known = load_both(beside, aside, again)
@@ -317,57 +324,42 @@ def _folders(
             raise UserError(
                 f"{folder}/{min(gone)}: is indexed, but no longer exists; `eagleray index {folder}` accepts that"
             )
+        stamps = _stamps(folder, mine)
+        if stamps:
+            mine, read = tagged(mine, {} if again else known, stamps, folder, note)
+        else:
+            mine, read = list(map(_with_tag, mine)), False
         new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
+        if new or gone or read:
             scanned = list(_counted(scan_all(new), len(new), tick))
             known |= load_both(beside, aside, again)  # and what others indexed meanwhile
             others, changed = known.keys() - names - gone, set(new)
-            kept = ((_old_blob(n, known[n], folder), known[n].read(known[n].groups[n])) for n in others)
-            same = ((b, _rows(b, known)) for b in mine if b not in changed)
+            kept = ((_old_blob(n, known[n], folder), known[n].rows(n)) for n in others)
+            same = ((b, known[name(b)].rows(name(b))) for b in mine if b not in changed)
             rows = itertools.chain(kept, same, scanned)
-            index_file.save(rows, [u for u in (beside, aside) if u])
+            before = {n: known[n].entry(n).stamp for n in others}
+            with contextlib.nullcontext() if new or gone else contextlib.suppress(UserError):  # this machine remembers
+                index_file.save(rows, [u for u in (beside, aside) if u], before | stamps)
             known = load_both(beside, aside, again)
         if new and not again:  # `eagleray index` says more
             for line in lines_of_passed({name(b): known[name(b)].passed.get(name(b), Counter()) for b in new}):
                 note(line)
-        yield [(b, known[name(b)]) for b in mine]
+        yield [(replace(b, tag=b.tag or known[name(b)].entry(name(b)).tag), known[name(b)]) for b in mine]
 
 
-def _folder_of_images(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None) -> tuple[Blob, File]:
-    """Return a folder of images as one shard, with the index file that has its rows.
-
-    New images are indexed. Raises UserError when an indexed image is gone or has another size.
-    """
-    beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
-    listing = image_folder.list_images(folder)
-    blob = image_folder.blob_of(folder, listing)
-    known = load_both(beside, aside, again)
-    if again or name(blob) not in known or _old_blob(name(blob), known[name(blob)], folder).tag != blob.tag:
-        old = _rows(blob, known) if name(blob) in known and not again else None
-        if old is not None and (what := image_folder.difference(old, listing)):
-            raise UserError(f"{folder}/{what} since it was indexed; `eagleray index {folder}` accepts that")
-        others = f"; not read: {listing.unread()}" if listing.others else ""
-        note(f"indexing {len(listing.sizes)} images of {folder}{others}")
-        rows = image_folder.scan_folder(folder, listing, old)
-        total = len(listing.sizes)
-        counted = (row for n, row in enumerate(rows, 1) if tick is None or tick(n, total) is None)
-        index_file.save([(blob, index_file.table_of(counted))], [u for u in (beside, aside) if u])
-        known = load_both(beside, aside, again)
-    file = known[name(blob)]
-    shard = file.shards[file.groups[name(blob)]]
-    if shard.size != blob.size or shard.usable + shard.bad != len(listing.sizes):
-        raise file.damaged(f"{shard.usable + shard.bad} images of {shard.size} bytes")
-    return blob, file
+def _with_tag(blob: Blob) -> Blob:
+    return replace(blob, tag=store.store(blob.url).tag(blob))
 
 
-def _rows(blob: Blob, known: dict[str, File]) -> pa.Table:
-    file = known[name(blob)]
-    return file.read(file.groups[name(blob)])
+def _stamps(folder: str, blobs: Sequence[Blob]) -> dict[str, Stamp]:
+    """Return the stamps of the shards in a local folder by their names; none for those of another store."""
+    return stamps_of(blob.url for blob in blobs) if store.folder_of(folder) else {}
 
 
 def _old_blob(name: str, file: File, folder: str) -> Blob:
-    shard = file.shards[file.groups[name]]
+    shard = file.entry(name)
     return Blob(f"{folder}/{name}", shard.size, shard.tag)
 
 
@@ -376,7 +368,8 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
     if name(blob) not in known:
         return False
     old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))
-    comparable = old.tag.partition(":")[0] == blob.tag.partition(":")[0]
+    # A shard that was indexed in another store has another kind of tag; that of a local one is as in its index.
+    comparable = store.folder_of(blob.url) or old.tag.partition(":")[0] == blob.tag.partition(":")[0]
     if old.size != blob.size or (comparable and old.tag != blob.tag):
         raise UserError(
             f"{blob.url}: changed since it was indexed ({old.size} bytes {old.tag}, now {blob.size} {blob.tag}); "

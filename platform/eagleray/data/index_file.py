@@ -10,7 +10,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,14 @@ class File:
             return self._file.schema_arrow.empty_table().select(list(columns))
         return pa.Table.from_batches(batches).combine_chunks()
 
+    def entry(self, name: str) -> Shard:
+        """Return the entry of the shard of this name."""
+        return self.shards[self.groups[name]]
+
+    def rows(self, name: str) -> pa.Table:
+        """Return all rows of the shard of this name. Raises UserError when they cannot be true."""
+        return self.read(self.groups[name])
+
     def damaged(self, what: str) -> UserError:
         """Return the error for an index whose content contradicts itself or its shards."""
         folder = store.parent(self.url)
@@ -219,10 +227,11 @@ def fetch_once(url: str, name: str) -> Path:
         return path
 
 
-def save(shards: Tables, urls: Sequence[str]) -> str:
-    """Write an index to the first of these URLs that can be written, and return that URL. Raises UserError."""
+def save(shards: Tables, urls: Sequence[str], stamps: Mapping[str, Sequence[int]]) -> str:
+    """Write an index to the first of these URLs that can be written, and return that URL. `stamps` are those of local
+    shards by their names. Raises UserError."""
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-        write(shards, Path(file.name))
+        write(shards, Path(file.name), stamps)
         for url in urls:
             try:
                 store.store(url).put(url, Path(file.name), patience=PATIENCE)
@@ -232,7 +241,7 @@ def save(shards: Tables, urls: Sequence[str]) -> str:
     raise UserError(f"{urls[0]}: cannot be written: {error.strerror or error}")
 
 
-def write(shards: Tables, path: Path) -> None:
+def write(shards: Tables, path: Path, stamps: Mapping[str, Sequence[int]] | None = None) -> None:
     """Write an index with a row group for each shard, in the order of their URLs."""
     entries, passed = list[Shard](), {}
     options: Any = {"compression": "zstd", "write_statistics": False}
@@ -256,6 +265,7 @@ def write(shards: Tables, path: Path) -> None:
                     len(bad),
                     bool((label >= 0).any()),
                     blocks(offset, size),
+                    list((stamps or {}).get(name(blob), ())),
                 )
             )
             writer.write_table(pa.concat_tables([usable, bad]).combine_chunks(), row_group_size=max(len(table), 1))

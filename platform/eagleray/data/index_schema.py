@@ -1,6 +1,7 @@
 """Says what an index consists of, and refuses one that cannot be true, as it may come from a stranger's bucket."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ class Shard:
     bad: int
     labelled: bool
     blocks: list[int]  # usable samples in each
+    stamp: Sequence[int] = ()  # of local files when they were indexed: stamps.py
 
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
@@ -52,7 +54,9 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
     if len(shards) != metadata.num_row_groups:
         raise ValueError(f"{len(shards)} shards in {metadata.num_row_groups} row groups")
     texts = {type(value) for s in shards for value in (s.name, s.tag)}
-    numbers = {type(value) for s in shards for value in (s.size, s.usable, s.bad)}
+    numbers = {type(value) for s in shards for value in (s.size, s.usable, s.bad)} | {
+        type(n) for s in shards for n in s.stamp
+    }
     if not (texts <= {str} and numbers <= {int} and {type(s.blocks) for s in shards} <= {list}):
         raise ValueError("names, sizes or blocks of another type")
     if {type(n) for s in shards for n in s.blocks} - {int} or min(

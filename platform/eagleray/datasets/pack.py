@@ -20,6 +20,7 @@ from eagleray.data.file_names import to_text
 from eagleray.data.index_schema import STORED
 from eagleray.data.pixels import image_extensions
 from eagleray.data.tar_headers import members
+from eagleray.data.unchanged import content_tag
 from eagleray.datasets.sources.item import Item
 from eagleray.datasets.sources.source import Read, fetch
 from eagleray.datasets.stats import ImageStats, fit_within, image_format
@@ -39,7 +40,8 @@ NOTES = ".prepare"  # folder in the destination that records what is done; it is
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # with its tag; of size 0 where no image was left, in which case there is no file
+    blob: Blob  # with its `content_tag`; of size 0 where no image was left, in which case there is no file
+    ends: str  # a checksum of its ends
     rows: pa.Table  # STORED
     stats: ImageStats
 
@@ -64,10 +66,11 @@ class PackTask:
             stats, rows = self._write(items, file)
             file.flush()
             size = file.tell() if stats.images else 0
-            tag = store.local_tag(Blob(file.name, size)) if size else ""
+            written = Blob(file.name, size)
+            tag, ends = (content_tag(written), store.local_tag(written)) if size else ("", "")
             if size:
                 put(url, Path(file.name))
-        note = ShardNote(Blob(url, size, tag), rows, stats)
+        note = ShardNote(Blob(url, size, tag), ends, rows, stats)
         write_note(f"{self.destination}/{NOTES}/{note_name(number)}", note, self.plan)
         return len(items)
 
@@ -80,7 +83,9 @@ class PackTask:
         if note is None or not note.blob.size:
             return note is not None
         blob = note.blob
-        return sizes.get(blob.url) == blob.size and (not store.folder_of(blob.url) or store.local_tag(blob) == blob.tag)
+        return sizes.get(blob.url) == blob.size and (
+            not store.folder_of(blob.url) or store.local_tag(blob) == note.ends
+        )
 
     def _write(self, items: pa.Table, file: "tempfile._TemporaryFileWrapper[bytes]") -> tuple[ImageStats, pa.Table]:
         from webdataset import TarWriter
@@ -165,7 +170,8 @@ def note_name(number: int) -> str:
 def write_note(url: str, note: ShardNote, plan: str) -> None:
     """Write the note of a shard: its rows as a table, everything else in the table's metadata."""
     blob = note.blob
-    about = {"url": blob.url, "size": blob.size, "tag": blob.tag, "census": note.stats.to_json(), "plan": plan}
+    about = {"url": blob.url, "size": blob.size, "tag": blob.tag, "ends": note.ends, "plan": plan}
+    about["census"] = note.stats.to_json()
     put_table(url, note.rows.replace_schema_metadata({"part": json.dumps(about)}))
 
 
@@ -177,7 +183,7 @@ def read_note(url: str, plan: str) -> ShardNote | None:
         if about["plan"] != plan:
             return None
         blob = Blob(about["url"], about["size"], about["tag"])
-        return ShardNote(blob, table.cast(STORED), ImageStats.from_json(about["census"]))
+        return ShardNote(blob, str(about["ends"]), table.cast(STORED), ImageStats.from_json(about["census"]))
     except (FileNotFoundError, pa.ArrowException, KeyError, TypeError, ValueError) as e:
         if isinstance(e, UserError):
             raise

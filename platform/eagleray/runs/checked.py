@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eagleray.runs.health import DIP, LATE, LOOKS, Health
+from eagleray.runs.metrics import MONITOR_KNN, START_CKA
 from eagleray.runs.spikes import WARM, Spikes
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import eagleray
 from eagleray.base.errors import UserError
 from eagleray.config.plugins import Copy
+from eagleray.data import image_folder
 from eagleray.data.digests import LENGTH
+from eagleray.data.file_names import readable
 from eagleray.data.index import Index
 from eagleray.data.reader import Stream
 from eagleray.protocols.digests import digest
@@ -31,6 +33,22 @@ def shards_digest(index: Index) -> str:
     return digest(shards, index.repeats.tolist())
 
 
+def shards_text(index: Index) -> str:
+    """Return the name, size and tag of each shard, a line each, from which `difference` names the one that is another
+    one."""
+    return "".join(f"{b.url.rpartition('/')[2]}\t{b.size} {b.tag}\n" for b in index.shards)
+
+
+def difference(before: str, now: str) -> str:
+    """Say which shards of two texts of `shards_text` differ; an empty string if none does."""
+    old, new = (dict(line.rpartition("\t")[::2] for line in text.split("\n")[:-1]) for text in (before, now))
+    names = {name: "an image of the folder" if name == image_folder.NAME else readable(name) for name in old | new}
+    said = [f"{names[name]} is gone" for name in old if name not in new]
+    said += [f"{names[name]} has changed" for name in old if new.get(name, old[name]) != old[name]]
+    said += [f"{names[name]} is new" for name in new if name not in old]
+    return ", ".join(said[:1] + [f"and {len(said) - 1} more"] * (len(said) > 1))
+
+
 def order_digest(stream: Stream) -> str:
     """Return the digest of all that decides which sample is read when."""
     blocks = hashlib.sha256(stream.visits.sizes.tobytes()).hexdigest()
@@ -38,16 +56,19 @@ def order_digest(stream: Stream) -> str:
     return digest(stream.seed, stream.lanes, stream.batch, blocks, *chosen)
 
 
-def check_same_order(origin: Mapping[str, str], state: Mapping[str, Any] | None, out: str) -> None:
-    """Raises UserError when the data or the order is not that of the run whose checkpoint's `state` is to continue.
+def check_same_order(origin: Mapping[str, str], state: Mapping[str, Any] | None, out: str, shards: str) -> None:
+    """Raises UserError when the data or the order is not that of the run whose checkpoint's `state` is to continue. It
+    names the shard, of those in the text `shards`.
 
     Nothing is expected of a checkpoint that does not say what they were."""
     begun = (state or {}).get("origin", {})
     for name, what in CHANGED.items():
         if begun.get(name, origin[name]) != origin[name]:
+            found = difference((state or {}).get("shards_read", ""), shards) if name == "data" else ""
+            named = f" ({found})" if found else ""
             raise UserError(
                 f"{out}: {what} that the run has read by up to step {state and state['step']}, so it cannot continue "
-                f"exactly; put back what was there, or begin another run with start.from={out}"
+                f"exactly{named}; put back what was there, or begin another run with start.from={out}"
             )
 
 

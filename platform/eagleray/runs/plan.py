@@ -62,6 +62,11 @@ class Plan:
         values = digest(self.recipe), origin.shards_digest(self.index), origin.order_digest(self.stream)
         return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
 
+    @functools.cached_property
+    def shards_text(self) -> str:
+        """Return the name, size and tag of each shard."""
+        return origin.shards_text(self.index)
+
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs, self.recipe.seed)
 

@@ -77,7 +77,7 @@ def pretrain(
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         state = newest_checkpoint(folder)
         resumes = state is not None
-        check_same_order(plan.origin, state, folder.out)
+        check_same_order(plan.origin, state, folder.out, plan.shards_text)
         stateful, first = build_stateful(plan, world, precision, fresh=not resumes)
         state = load_checkpoint(state, stateful, first)
         step = folder.begin(state["step"], world.size, data_inputs(plan), lengths=state.get("lengths"), **plan.origin)

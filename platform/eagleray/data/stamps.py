@@ -1,0 +1,97 @@
+"""Stamps of local files, which tell that they were written, and what this machine remembers of files by them."""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eagleray.base.errors import UserError
+from eagleray.base.files import cache_folder, write_atomic
+from eagleray.storage import store
+
+TICK = 0.02  # seconds between two times that a file system can tell apart, at most
+
+
+class Stamp(NamedTuple):
+    """What tells that a file was written since: the times in nanoseconds at which its content and anything of it were
+    changed, and its number in the file system. Or digests of these of many files."""
+
+    written: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "Stamp":
+        return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def fits(self, before: Sequence[int]) -> bool:
+        """Return whether a file of the stamp `before` was not written since, or is a copy of it to which that file's
+        time was given. That a program has set the time of this very file back, the second time tells."""
+        if len(before) != len(self):
+            return False
+        then = Stamp(*before)
+        return self.written == then.written and (self.changed == then.changed or self.inode != then.inode)
+
+
+def stamps(urls: Iterable[str]) -> dict[str, Stamp]:
+    """Return the stamp of each local file, by its name. Raises UserError."""
+    found = {url.rpartition("/")[2]: _stamp(url) for url in urls}
+    settle(found.values())
+    return found
+
+
+def stamp_of_all(named: Iterable[tuple[str, Stamp]]) -> Stamp:
+    """Return one stamp for files by their names."""
+    digests = [hashlib.blake2b(digest_size=8) for _ in Stamp._fields]
+    for file, stamp in named:
+        for digest, number in zip(digests, stamp, strict=True):
+            digest.update(f"{number} {file}\n".encode(errors="surrogateescape"))
+    return Stamp(*(int.from_bytes(digest.digest()) for digest in digests))
+
+
+def settle(stamps: Iterable[Stamp]) -> None:
+    """Wait until files of these stamps would get others if they were written again."""
+    if 0 <= time.time_ns() - max((stamp.changed for stamp in stamps), default=0) < TICK * 1e9:
+        time.sleep(TICK)
+
+
+def short(*parts: Hashable) -> int:
+    """Return a number of 63 bits that stands for some values."""
+    text = repr(parts).encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+class Verified:
+    """What this machine remembers of a folder, or of none: numbers that stand for a file, its times and its content."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.marks = set[int]()
+        if folder is not None:
+            digest = hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()
+            self.path = cache_folder("verified") / digest[:24]
+            with contextlib.suppress(OSError):
+                data = self.path.read_bytes()
+                self.marks = set(np.frombuffer(data[: len(data) // 8 * 8], "<i8").tolist())
+
+    def __contains__(self, mark: int) -> bool:
+        return mark in self.marks
+
+    def add(self, marks: Iterable[int]) -> None:
+        """Add numbers. Where the cache cannot be written, their files are read again at the next start."""
+        if not (new := set(marks) - self.marks):
+            return
+        self.marks |= new
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, np.array(sorted(self.marks), "<i8").tobytes())
+
+
+def _stamp(url: str) -> Stamp:
+    try:
+        return Stamp.of(store.local_path(url).stat())
+    except OSError as e:
+        raise UserError(f"{url}: cannot be read: {e.strerror}") from None

@@ -1,0 +1,121 @@
+"""Notices that local files have changed since they were indexed: reads those whose times say that they may have.
+
+An index has a checksum of every local tar and image, and a stamp of the times at which they were last changed. While a
+stamp is the same nothing is read. A file with other times, such as a copy on another machine, is read once: that it has
+the content that the index says, this machine remembers in its cache.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pyarrow as pa
+
+from eagleray.base.errors import UserError
+from eagleray.data.checksum import crc32
+from eagleray.data.file_names import from_text, readable
+from eagleray.data.image_folder import Listing
+from eagleray.data.index_file import File, name
+from eagleray.data.stamps import Stamp, Verified, short
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+
+WHOLE = "crc32"  # the kind of a tag that is the checksum of all bytes of a file
+READ = 4 * 2**20  # bytes that are in memory at a time
+THREADS = 8  # files that are read at a time
+MUCH = 2**30  # bytes, which take so long to read that it is said
+
+
+def content_tag(blob: Blob) -> str:
+    """Return a tag with the checksum of all bytes of a local file. Raises UserError and Outage."""
+    return f"{WHOLE}:{_checksum(blob, 0, blob.size):08x}"
+
+
+def tagged(
+    blobs: Sequence[Blob], known: Mapping[str, File], now: Mapping[str, Stamp], folder: str, note: Callable[[str], None]
+) -> tuple[list[Blob], bool]:
+    """Return the tars of a local folder with their tags, and whether one was read again because of its stamp.
+
+    Those that are in the index have the same tag as there unless they have changed, and new ones have none. `now` are
+    their stamps."""
+    entries = {blob: known[name(blob)].entry(name(blob)) for blob in blobs if name(blob) in known}
+    same_size = {blob: entry for blob, entry in entries.items() if entry.size == blob.size}
+    others = [blob for blob, entry in same_size.items() if not now[name(blob)].fits(entry.stamp)]
+    verified = Verified(folder if others else None)
+    marks = {blob: _mark(replace(blob, tag=entries[blob].tag), now[name(blob)]) for blob in others}
+    doubtful = [blob for blob in others if marks[blob] not in verified]
+    if sum(blob.size for blob in doubtful) > MUCH:
+        note(f"reading {len(doubtful)} shards of {folder} again: their files have other times than those indexed")
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = dict(
+            zip(doubtful, pool.map(lambda b: _tag_now(b, entries[b].tag, known[name(b)]), doubtful), strict=True)
+        )
+    verified.add(marks[blob] for blob, tag in found.items() if tag == entries[blob].tag)
+    tags = {blob: entry.tag for blob, entry in same_size.items()} | found
+    tags |= {blob: store.store(blob.url).tag(blob) for blob in entries.keys() - tags.keys()}
+    return [replace(blob, tag=tags.get(blob, "")) for blob in blobs], bool(doubtful)
+
+
+def remember(folder: str, shards: Iterable[tuple[Blob, Stamp]]) -> None:
+    """Remember that the tars of a local folder have the content of their tags."""
+    Verified(folder).add(_mark(blob, stamp) for blob, stamp in shards)
+
+
+def _mark(blob: Blob, stamp: Stamp) -> int:
+    return short(name(blob), blob.size, stamp, blob.tag)
+
+
+def _tag_now(blob: Blob, tag: str, file: File) -> str:
+    """Return the tag of a tar as the index would have it now. Raises UserError and Outage."""
+    if tag.startswith(f"{WHOLE}:"):
+        return content_tag(blob)
+    rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # of an index that a bucket had
+    for offset, size, crc in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+        if crc is not None and offset >= 0 and _checksum(blob, offset, size) != crc:
+            return content_tag(blob)
+    return tag
+
+
+def check_images(folder: str, listing: Listing, rows: pa.Table) -> None:
+    """Read those images of a local folder again whose times are not those at which they were found to be as in the rows
+    of the index. Raises UserError, which names the first that has changed."""
+    verified = Verified(folder)
+    columns = (rows[column].to_pylist() for column in ("key", "size", "crc", "reason"))
+    known = [(from_text(key), size, crc) for key, size, crc, reason in zip(*columns, strict=True) if reason is None]
+    doubtful = [each for each in known if short(*each, listing.stamps[each[0]]) not in verified]
+
+    def read(image: tuple[str, int, int]) -> int:
+        return _checksum(Blob(f"{folder}/{image[0]}", image[1]), 0, image[1])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for image, crc in zip(doubtful, pool.map(read, doubtful), strict=True):
+            if crc != image[2]:
+                path = readable(image[0])
+                raise UserError(
+                    f"{folder}/{path}: has changed since it was indexed; `eagleray index {folder}` accepts that"
+                )
+    remember_images(folder, listing, rows)
+
+
+def remember_images(folder: str, listing: Listing, rows: pa.Table) -> None:
+    """Remember that the images of a local folder are as in the rows of its index."""
+    columns = zip(*(rows[column].to_pylist() for column in ("key", "size", "crc")), strict=True)
+    named = ((from_text(key), size, crc) for key, size, crc in columns)
+    Verified(folder).add(short(*each, listing.stamps[each[0]]) for each in named if each[2] is not None)
+
+
+def images_tag(rows: pa.Table) -> str:
+    """Return the tag of a local folder of images: a digest of their paths, sizes and checksums."""
+    digest = hashlib.sha256()
+    for values in zip(*(rows[column].to_pylist() for column in ("key", "size", "crc", "label")), strict=True):
+        digest.update(repr(values).encode())
+    return f"files:{digest.hexdigest()[:16]}"
+
+
+def _checksum(blob: Blob, start: int, size: int) -> int:
+    """Return the CRC-32 of some bytes of a local file, of which only a part is in memory at a time."""
+    crc = 0
+    for at in range(start, start + size, READ):
+        crc = crc32(store.store(blob.url).read(blob.url, at, min(READ, start + size - at)), crc)
+    return crc
