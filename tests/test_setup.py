@@ -34,6 +34,25 @@ def make(folder: Path, target: str, python: str) -> "subprocess.CompletedProcess
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 
+AUDIT = """#!/bin/sh
+echo "$*" > said; cp .venv-audit/requirements.txt asked
+[ "$1" = --strict ] && { echo "ERROR:pip_audit._cli:eagle: not found on PyPI"; exit 1; }
+"""
+
+
+def test_an_audit_fails_where_a_package_cannot_be_looked_up(tmp_path: Path):
+    (tmp_path / ".venv-audit" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-audit" / ".done").touch()
+    (tmp_path / ".venv-audit" / "bin" / "pip-audit").write_text(AUDIT)
+    (tmp_path / ".venv-audit" / "bin" / "pip-audit").chmod(0o755)
+    (tmp_path / "constraints.txt").write_text("# with a + in it\neagle==1.0\ntorch==2.13.0+cu130\n")
+    done = make(tmp_path, "audit", PYTHON)
+    assert done.returncode == 2
+    assert "eagle: not found on PyPI" in done.stdout
+    assert (tmp_path / "asked").read_text() == "# with a + in it\neagle==1.0\ntorch==2.13.0\n"
+    assert "--requirement .venv-audit/requirements.txt" in (tmp_path / "said").read_text()
+
+
 def test_a_setup_that_fails_shows_the_end_of_its_log(tmp_path: Path):
     done = make(tmp_path, "setup", PYTHON)
     assert done.returncode == 2

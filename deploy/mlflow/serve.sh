@@ -8,7 +8,14 @@ set -euo pipefail
 : "${MLFLOW_AUTH_DATABASE_URI:?expected the database of users, postgresql+psycopg:// or sqlite:////FILE}"
 : "${MLFLOW_TRACKING_USERNAME:?expected the name of the user that runs log as}"
 : "${MLFLOW_TRACKING_PASSWORD:?expected the password of that user, at least 12 characters}"
+: "${MLFLOW_ADMIN_USERNAME:?expected the name of the administrator, which is not that of the user above}"
+: "${MLFLOW_ADMIN_PASSWORD:?expected the password of the administrator, at least 12 characters}"
 : "${MLFLOW_FLASK_SERVER_SECRET_KEY:?expected a long random string}"
+# Whoever trains may write runs. An administrator may also delete those of others, and make users.
+if [[ $MLFLOW_ADMIN_USERNAME == "$MLFLOW_TRACKING_USERNAME" ]]; then
+    echo "serve.sh: MLFLOW_ADMIN_USERNAME: expected another name than that of MLFLOW_TRACKING_USERNAME" >&2
+    exit 2
+fi
 host=${MLFLOW_HOST:-127.0.0.1} port=${MLFLOW_PORT:-5000}
 
 umask 077
@@ -20,12 +27,7 @@ default_permission = NO_PERMISSIONS
 database_uri = ${MLFLOW_AUTH_DATABASE_URI//%/%%}
 END
 export MLFLOW_AUTH_CONFIG_PATH MLFLOW_BACKEND_STORE_URI MLFLOW_ARTIFACTS_DESTINATION MLFLOW_FLASK_SERVER_SECRET_KEY
-# Without an administrator of its own, the user that runs log as is the administrator.
-export MLFLOW_AUTH_ADMIN_USERNAME="${MLFLOW_ADMIN_USERNAME:-$MLFLOW_TRACKING_USERNAME}"
-export MLFLOW_AUTH_ADMIN_PASSWORD="${MLFLOW_ADMIN_PASSWORD:-$MLFLOW_TRACKING_PASSWORD}"
-if [[ $MLFLOW_AUTH_ADMIN_USERNAME != "$MLFLOW_TRACKING_USERNAME" ]]; then
-    : "${MLFLOW_ADMIN_PASSWORD:?expected the password of the administrator, at least 12 characters}"
-fi
+export MLFLOW_AUTH_ADMIN_USERNAME="$MLFLOW_ADMIN_USERNAME" MLFLOW_AUTH_ADMIN_PASSWORD="$MLFLOW_ADMIN_PASSWORD"
 # The server itself creates an administrator that is missing, and changes no password.
 python -W ignore - <<'END'
 import os
@@ -35,10 +37,12 @@ store.init_db(os.environ["MLFLOW_AUTH_DATABASE_URI"])
 for kind in "MLFLOW_AUTH_ADMIN", "MLFLOW_TRACKING":
     name, secret = (os.environ[f"{kind}_{part}"] for part in ("USERNAME", "PASSWORD"))
     if not store.has_user(name):
-        if kind == "MLFLOW_TRACKING" and name != os.environ["MLFLOW_AUTH_ADMIN_USERNAME"]:
+        if kind == "MLFLOW_TRACKING":
             store.create_user(name, secret)
     elif not store.authenticate_user(name, secret):
         store.update_user(name, secret)
+    if kind == "MLFLOW_TRACKING" and store.has_user(name) and store.get_user(name).is_admin:
+        store.update_user(name, is_admin=False)  # of a server that made this user its administrator
 END
 exec mlflow server --app-name basic-auth --host "$host" --port "$port" --workers "${MLFLOW_WORKERS:-2}" \
     --allowed-hosts "${MLFLOW_ALLOWED_HOSTS:-localhost:$port,127.0.0.1:$port,$host:$port}"

@@ -14,7 +14,7 @@ from helpers.deploy import DEPLOY, compose, dockerfile, kuberay, load, ray_up, s
 from eagleray.cluster.prometheus import exported
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [DEPLOY / "node.sh", DEPLOY / "spot.sh", DEPLOY / "mlflow/serve.sh", DEPLOY / "slurm/eagleray.sbatch"]
+SCRIPTS = [DEPLOY / name for name in ("node.sh", "spot.sh", "store.sh", "mlflow/serve.sh", "slurm/eagleray.sbatch")]
 FILES = [f for f in sorted(DEPLOY.rglob("*")) if f.is_file() and "grafana" not in f.parts]
 SECRET = re.compile(
     r"(?i)(?<!http)(password|passwd|secret|token|access_key)[a-z_]*[\"']?[ =:]*[=:][ \"']*\w[^\s\"'$}]{7,}"
@@ -139,6 +139,18 @@ def test_compose_files_are_valid():
     assert [d["driver"] for _, d in leaves(gpu, "devices")] == ["nvidia"]
     given = set(re.findall(r"^#?(\w+)=", (DEPLOY / "eagleray.env.example").read_text(), re.M))
     assert set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text())) <= given
+
+
+def test_jobs_have_no_key_but_their_own():
+    """The root key of the store is that of the store and of the service that gives the others their rights."""
+    services = load("compose.yaml")["services"]
+    holds = {name: set(re.findall(r"\$\{(\w+)", str(s.get("environment", {})))) for name, s in services.items()}
+    assert {name for name, keys in holds.items() if "STORE_ROOT_SECRET_ACCESS_KEY" in keys} == {"store", "rights"}
+    assert {name for name, keys in holds.items() if "MLFLOW_SECRET_ACCESS_KEY" in keys} == {"mlflow", "accounts"}
+    assert {name for name, keys in holds.items() if "AWS_SECRET_ACCESS_KEY" in keys} == {"ray", "accounts"}
+    for name in "ray", "mlflow":
+        assert services[name]["depends_on"]["rights"] == {"condition": "service_completed_successfully"}
+    assert services["store"]["environment"]["VGW_IAM_DIR"] == "/accounts"
 
 
 def leaves(value: Any, key: str) -> list[tuple[str, Any]]:

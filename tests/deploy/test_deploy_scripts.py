@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -205,6 +206,20 @@ def test_scripts_name_what_is_wrong(bench: dict[str, str]):
     status, line = said("mlflow/serve.sh", MLFLOW_BACKEND_STORE_URI="sqlite:////x")
     assert status
     assert "MLFLOW_ARTIFACTS_DESTINATION: expected" in line
+    given = {f"MLFLOW_{name}": "x" for name in ("BACKEND_STORE_URI", "ARTIFACTS_DESTINATION", "AUTH_DATABASE_URI")}
+    given |= {"MLFLOW_TRACKING_USERNAME": "one", "MLFLOW_TRACKING_PASSWORD": "x", "MLFLOW_FLASK_SERVER_SECRET_KEY": "x"}
+    status, line = said("mlflow/serve.sh", **given)  # nobody is administrator by omission
+    assert status
+    assert "MLFLOW_ADMIN_USERNAME: expected the name of the administrator" in line
+    status, line = said("mlflow/serve.sh", **given, MLFLOW_ADMIN_USERNAME="two")
+    assert status
+    assert "MLFLOW_ADMIN_PASSWORD: expected" in line
+    line = "serve.sh: MLFLOW_ADMIN_USERNAME: expected another name than that of MLFLOW_TRACKING_USERNAME"
+    assert said("mlflow/serve.sh", **given, MLFLOW_ADMIN_USERNAME="one", MLFLOW_ADMIN_PASSWORD="y") == (2, line)
+    assert said("store.sh") == (2, "store.sh: got '', expected accounts or rights")
+    keys = {"ROOT_ACCESS_KEY_ID": "a", "JOBS_ACCESS_KEY_ID": "a", "MLFLOW_ACCESS_KEY_ID": "b"}
+    status, line = said("store.sh", "accounts", **keys)
+    assert (status, line[:58]) == (2, "store.sh: expected three names for the keys of the store: ")
     status, line = said("slurm/eagleray.sbatch")
     assert (status, line[:22]) == (2, "error: nothing to run;")
     assert said("slurm/eagleray.sbatch", "pretrain") == (2, "error: no Slurm allocation; start it with sbatch")
@@ -248,6 +263,54 @@ def serving(env: dict[str, str], log: Path, *prefix: str) -> Iterator[str]:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+class Policies(http.server.BaseHTTPRequestHandler):
+    """A store that keeps the policies of its buckets."""
+
+    kept: dict[str, dict[str, Any]]
+
+    def do_PUT(self) -> None:
+        assert "Credential=root/" in self.headers["Authorization"]
+        self.kept[self.path] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_jobs_and_the_server_of_mlflow_have_a_bucket_each(bench: dict[str, str], tmp_path: Path):
+    keys = {"ROOT_ACCESS_KEY_ID": "root", "JOBS_ACCESS_KEY_ID": "jobs", "MLFLOW_ACCESS_KEY_ID": "server"}
+    secrets = {"JOBS_SECRET_ACCESS_KEY": 'with "quotes" and $', "MLFLOW_SECRET_ACCESS_KEY": "other"}
+    (tmp_path / "accounts").mkdir()
+    places = {"DATA": str(tmp_path / "data"), "ACCOUNTS": str(tmp_path / "accounts")}
+    for _ in range(2):
+        env = bench | keys | secrets | places
+        subprocess.run([DEPLOY / "store.sh", "accounts"], env=env, check=True, timeout=60)
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["eagleray", "mlflow"]
+    users = tmp_path / "accounts" / "users.json"
+    assert users.stat().st_mode & 0o777 == 0o600
+    accounts = json.loads(users.read_text())["accessAccounts"]
+    assert {k: (a["access"], a["secret"], a["role"]) for k, a in accounts.items()} == {
+        "jobs": ("jobs", 'with "quotes" and $', "user"),
+        "server": ("server", "other", "user"),
+    }
+    handler = type("Kind", (Policies,), {"kept": {}})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = bench | keys | {"ROOT_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    env |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    subprocess.run([DEPLOY / "store.sh", "rights"], env=env, check=True, timeout=120)
+    server.shutdown()
+    for bucket, user in ("eagleray", "jobs"), ("mlflow", "server"):
+        objects, whole = handler.kept.pop(f"/{bucket}?policy")["Statement"]  # type: ignore[attr-defined]
+        assert {s["Effect"] for s in (objects, whole)} == {"Allow"}
+        assert objects["Principal"] == whole["Principal"] == {"AWS": [user]}
+        assert (objects["Resource"], whole["Resource"]) == ([f"arn:aws:s3:::{bucket}/*"], [f"arn:aws:s3:::{bucket}"])
+        assert {a for a in objects["Action"] if "Delete" in a} == {"s3:DeleteObject"}
+        assert whole["Action"] == ["s3:ListBucket", "s3:ListBucketMultipartUploads"]
+    assert not handler.kept  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -360,6 +423,51 @@ def test_slurm_starts_a_run_again_whose_store_stayed_away(
     assert (tmp_path / "queue").exists() is requeued
 
 
+def slurm_with_stubs(bench: dict[str, str], tmp_path: Path, job: int) -> dict[str, str]:
+    """An environment in which a step runs here, and Ray only notes how open its folder is."""
+    stub(bench, "srun", SRUN)
+    stub(
+        bench,
+        "ray",
+        f'[ "$1" = status ] && exec echo " 1 node_a"\nstat -c "%a %n" "$RAY_TMPDIR" > {tmp_path}/told\n'
+        f'touch "$RAY_TMPDIR/a"\nexec /bin/sleep 60\n',
+    )
+    stub(bench, "hostname", "echo 127.0.0.1\n")
+    stub(bench, "scontrol", "echo one\n")
+    stub(bench, "eagleray", f"until [ -e {tmp_path}/told ]; do /bin/sleep 0.1; done\n")
+    return {**bench, "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(tmp_path)}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_folder_of_ray_on_a_node_is_private_and_goes_with_the_job(
+    bench: dict[str, str], tmp_path: Path, free_job: int, left: bool
+):
+    folder = Path(f"/tmp/ray-{free_job}")
+    if left:  # by an earlier start of the job, that was killed
+        folder.mkdir(mode=0o755)
+    env, head = slurm_with_stubs(bench, tmp_path, free_job), socket.create_server(("127.0.0.1", 20000 + free_job * 10))
+    with head, batch(env, tmp_path / "log", "pretrain") as job:
+        assert job.wait(60) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "told").read_text() == f"700 {folder}\n"
+    wait_until(lambda: not folder.exists(), 120)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_the_folder_of_another_user_is_not_taken_for_that_of_ray(bench: dict[str, str], tmp_path: Path, free_job: int):
+    folder = Path(f"/tmp/ray-{free_job}")
+    folder.mkdir()
+    try:
+        os.chown(folder, 65534, 65534)
+        with batch(slurm_with_stubs(bench, tmp_path, free_job), tmp_path / "log", "pretrain") as job:
+            assert job.wait(60) == 2
+        lines = (tmp_path / "log").read_text().splitlines()
+        assert lines[0] == f"error: 127.0.0.1: {folder} is there, and belongs to another user"
+        assert not (tmp_path / "told").exists()
+        assert folder.exists()
+    finally:
+        folder.rmdir()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_slurm_job_is_saved_requeued_and_continued(
@@ -403,6 +511,7 @@ def test_a_slurm_job_is_saved_requeued_and_continued(
     assert "continuing from step" in (tmp_path / "second.log").read_text() + (out / "train.log").read_text()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, taken + 6))
     wait_until(lambda: f"/ray-{free_job}/" not in shown(), 200)
+    wait_until(lambda: not Path(f"/tmp/ray-{free_job}").exists(), 60)
 
 
 def shown() -> str:

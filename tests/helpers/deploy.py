@@ -231,7 +231,7 @@ def compose(config: dict[str, Any]) -> list[str]:
                 wrong.append(f"{name}: has no {key}")
         if service["image"].endswith(":latest") or ":" not in service["image"]:
             wrong.append(f"{name}: {service['image']} is not pinned")
-        if name != "buckets" and not service.get("profiles") and "healthcheck" not in service:
+        if service.get("restart") != "no" and not service.get("profiles") and "healthcheck" not in service:
             wrong.append(f"{name}: has no healthcheck")
         for key, value in service.get("environment", {}).items():
             if re.search("PASSWORD|SECRET|TOKEN$|ACCESS_KEY", key) and not re.fullmatch(r"\$\{\w+:\?.+\}", str(value)):
