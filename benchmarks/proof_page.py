@@ -112,19 +112,23 @@ def overview(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of all claims with how many of their comparisons have which verdict."""
     text = "\n## The claims\n\n![The lead of each comparison, by claim](images/proof/claims.png)\n\n"
     text += "Each point is a comparison of at least three seeds. In the grey band the means differ by less than both\n"
-    text += "deviations together.\n\n"
+    text += "deviations together. A claim that is **confounded** is not decided by its verdicts: they may come from\n"
+    text += "something else than the paper's idea, which its section names.\n\n"
     text += "| Claim | Verdicts |\n| --- | --- |\n"
     for claim in CLAIMS:
         found = Counter(verdict(*both(claim, pair, lines), lower=pair.lower) for pair in claim.pairs)
         if found:
             shown = ", ".join(f"{n} {name}" for name, n in found.most_common()) if ran(claim, lines) else "not run yet"
-            text += f"| [{claim.sweep}](#{claim.sweep}): {claim.claim} | {shown} |\n"
+            mark = " **Confounded.**" if claim.confounded else ""
+            text += f"| [{claim.sweep}](#{claim.sweep}): {claim.claim}{mark} | {shown} |\n"
     return text
 
 
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the section of a claim."""
     text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* Setting: {claim.setting}.\n* Tried: {claim.tried}.\n"
+    if claim.confounded:
+        text += f"* **Confounded**, so the verdicts do not decide the claim: {claim.confounded}.\n"
     text += f"* Command: `{command(claim)}`\n\n"
     if not ran(claim, lines):
         return text + "Not run yet.\n"
