@@ -66,6 +66,17 @@ def test_each_number_is_judged_and_named():
     ]
 
 
+def test_one_number_that_is_better_is_enough_unless_the_other_is_worse():
+    """As kNN 22.2 against 18.6 and linear 27.3 against 19.2 of 860 images."""
+    scores = {"knn/top1": 22.2, "knn/top1_untrained": 18.6, "linear/top1": 27.3, "linear/top1_untrained": 19.2}
+    assert not list(judge(scores, 860, 9))
+    assert verdicts(scores, 860) == [
+        "better than untrained: linear 27.3 % against 19.2 % (chance 4.1) of 860 images; no better than untrained: kNN "
+        "22.2 % against 18.6 % (chance 3.9) of 860 images"
+    ]
+    assert [f.kind for f in judge(scores | {"knn/top1": 10.0}, 860, 9)] == ["below untrained"]
+
+
 def test_a_better_backbone_is_no_finding_and_the_start_counts_too():
     scores = {"knn/top1": 60.0, "knn/top1_untrained": 30.0, "knn/top1_start": 61.0}
     assert not list(judge(scores, 2000, 9))

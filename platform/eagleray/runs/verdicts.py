@@ -94,13 +94,15 @@ def listed(comparisons: Sequence[Comparison], images: int) -> str:
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
-    """Yield the findings about the scores at the end of a run, at its last step."""
+    """Yield the findings about the scores at the end of a run, at its last step: what is below, and what is not above if
+    nothing is."""
     untrained, start = (
         [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
     )
+    better = any(c.sign > 0 for c in untrained)
     found = {
         BELOW: [c for c in untrained if c.sign < 0],
-        EQUAL: [c for c in untrained if c.sign == 0 and c.room and c.unit],
+        EQUAL: [c for c in untrained if c.sign == 0 and c.room and c.unit and not better],
         BELOW_START: [c for c in start if c.sign < 0],
     }
     for kind, of in found.items():
