@@ -94,8 +94,8 @@ def listed(comparisons: Sequence[Comparison], images: int) -> str:
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
-    """Yield the findings about the scores at the end of a run, at its last step: what is below, and what is not above if
-    nothing is."""
+    """Yield the findings about the scores at the end of a run, at its last step: what is below, and what is not above
+    if nothing is."""
     untrained, start = (
         [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
     )
