@@ -41,7 +41,7 @@ def checked(
         if times >= least:
             out.done.append(f"{words} ({times:,} {what}{'s' * (times != 1)})")
         else:
-            out.missing.append(f"{words} ({times} of the {least} {what}s that it takes)")
+            out.missing.append(f"{words} ({times} of the {least} {what}{'s' * (least != 1)} that it takes)")
 
     note(["inputs", *["same views"] * ("health/same_views" in keys), "too large steps"], health.looks, 1, "measurement")
     note(["non-finite"], steps, 1, "step")
