@@ -16,7 +16,7 @@ from eagleray.cluster import job_package
 from eagleray.runs import layout, recipe
 
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
-OF_A_TRIAL = {layout.LINEAGE, layout.FAILED, layout.PLACEMENT}
+OF_A_TRIAL = {layout.FAILED, layout.PLACEMENT}
 
 
 def section(text: str, title: str) -> str:

@@ -110,7 +110,7 @@ def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, An
     file.write_text(SMALL)
     keys = [f"data.train={shards / 'train'}", "optim.epochs=1", "monitor.every=4", "checkpoint.steps=4"]
     r = resolve_paths(recipe.load(str(file), [*keys, "evaluate.probe_epochs=0", *more]))
-    shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "pause": None, "threads": 1}
+    shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "threads": 1}
     return shared | {"folder": trials, "sweep": "sweep", "values": values, "recipe": config.to_plain(r)}
 
 

@@ -138,28 +138,6 @@ def reproduced(best: dict[str, Any], folder: Path) -> None:
     assert seen[-1] == best["metric"]
 
 
-@pytest.mark.timeout(3 * LONG)
-def test_trials_that_are_paused_in_a_store_go_on(
-    cluster: Any, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """PBT moves weights from one trial to another through the store."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    add(cluster, XDG_CACHE_HOME=str(tmp_path / "node-b"))
-    (tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
-    sweep = write(
-        tmp_path / "sweep.yaml",
-        alternatives={"": {"recipe": "mocov3.yaml"}},
-        objective={"key": "health/backbone_rank"},
-        scheduler="pbt",
-        interval=0.3,
-    )
-    text = wait(process := start(sweep, shards, OUT, XDG_CACHE_HOME=str(tmp_path / "one")))
-    assert process.returncode == 0, text
-    done = stored(f"{OUT}/trials.jsonl")
-    assert {r["state"] for r in done} == {"finished"}
-    assert [line for r in done for line in stored(f"{OUT}/trials/{r['id']}/lineage.jsonl")], "no weights were exchanged"
-
-
 def test_a_store_without_permission_is_one_line(
     bucket: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

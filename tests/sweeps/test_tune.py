@@ -162,32 +162,6 @@ def test_trials_with_workers_of_their_own_let_go_of_them(sweep: Path, shards: Pa
     assert len(rows(out)) == 3
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "pbt"])
-@pytest.mark.timeout(3 * LONG)
-def test_trials_that_are_paused_go_on(scheduler: str, shards: Path, tmp_path: Path):
-    (tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
-    sweep = write(
-        tmp_path / "sweep.yaml",
-        alternatives={"": {"recipe": "mocov3.yaml"}},
-        objective={"key": "health/backbone_rank"},
-        scheduler=scheduler,
-        interval=0.3,
-    )
-    out = tmp_path / "out"
-    text = wait(process := start(sweep, shards, out))
-    assert process.returncode == 0, text
-    done = rows(out)
-    assert {r["state"] for r in done} <= {"finished", "stopped"}
-    assert [r["id"] for r in done] == ["000", "001", "002", "003"]
-    if scheduler == "pbt":
-        assert {r["state"] for r in done} == {"finished"}
-        taken = [line for p in out.glob("trials/*/lineage.jsonl") for line in read_lines(p)]
-        assert taken
-        assert all(line["step"] > 0 for line in taken)
-        assert all(1e-4 <= line["values"]["optim.lr.value"] <= 1e-2 for line in taken)
-        assert all(0.5 <= line["values"]["method.momentum.value"] <= 0.99 for line in taken)
-
-
 def test_data_without_labels_cannot_serve_knn(sweep: Path, tmp_path: Path):
     from eagleray.cli.demo import pictures
     from eagleray.datasets.shards import Sample, write_shards

@@ -26,7 +26,6 @@ PLACES = "checkpoints.json"  # where the checkpoints of a run are that has ended
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders of event files, where the recipe asks for them
 WANDB_ID = f"{WANDB}/id"  # the id of the run in Weights & Biases
 MLFLOW = "mlflow.json"  # the id of the run in MLflow
-LINEAGE = "lineage.jsonl"  # of a trial: whose weights it went on with
 CHECKPOINTS = "checkpoints"  # a folder
 EXPORT = "export"  # a folder: the backbone for timm
 PICTURES = "pictures"  # a folder: what evaluations have drawn

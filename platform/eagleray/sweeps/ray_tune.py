@@ -1,7 +1,6 @@
 """Run the trials of a sweep on Ray Tune, whose scheduler decides which trials run at once and which stop early."""
 
 import importlib
-import json
 import logging
 import math
 import os
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Any
 
 from eagleray import config
@@ -52,33 +50,25 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
         _keep_keys()  # not before: Ray reads how it authenticates when it is imported, which the session says
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
-        pauses = study.sweep.scheduler in ("hyperband", "pbt")
-        if most and pauses:
-            raise UserError(
-                f"--max-concurrent {most}: cannot be used with scheduler={study.sweep.scheduler}, which pauses and "
-                "resumes trials"
-            )
         # Trials that wait for room are what an autoscaler adds machines for; a search that learns asks one by one.
         pending = 1 if study.sweep.search == "optuna" else min(most or PENDING, PENDING)
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(pending)
-        width = None if pauses else Width(study.sweep, most, lambda: machines(ray))
-        local, pbt = LocalState(study, stop, width), study.sweep.scheduler == "pbt"
+        local = LocalState(study, stop, Width(study.sweep, most, lambda: machines(ray)))
         tuner = tune.Tuner(
             trainable(tracking, each),
-            param_space=population(study) if pbt else None,
             tune_config=tune.TuneConfig(
                 metric="value",
                 mode=study.sweep.objective.mode,
-                search_alg=None if pbt else searcher(local),
+                search_alg=searcher(local),
                 scheduler=scheduler(local),
-                num_samples=1 if pbt else study.open_trials(),
+                num_samples=study.open_trials(),
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.config["row"]["id"],
                 trial_dirname_creator=lambda trial: trial.config["row"]["id"],
             ),
             run_config=tune.RunConfig(
                 name=f"tune-{time.time():.0f}",
-                storage_path=f"{study.out if pauses else study.folder}/.ray",  # for the marks of paused trials
+                storage_path=f"{study.folder}/.ray",
                 verbose=0,
                 stop=stopper(local),
                 callbacks=[journal(local)],
@@ -137,19 +127,8 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
         "values": row["values"],
         "objective": study.sweep.objective.key,
         "after": reports[-1]["percent"] if reports else 0.0,
-        "pause": 100 * study.sweep.interval if study.sweep.scheduler == "pbt" else None,
         "threads": study.sweep.cpus,
     }
-
-
-def population(study: Study) -> dict[str, Any]:
-    """Return the settings of all trials at once, as PBT needs them."""
-    from ray import tune
-
-    rows = []
-    while row := study.next():
-        rows.append(trial_settings(study, row))
-    return {"row": tune.grid_search(rows)}
 
 
 def searcher(local: LocalState) -> Any:
@@ -160,7 +139,7 @@ def searcher(local: LocalState) -> Any:
         """A searcher that returns the study's rows."""
 
         def suggest(self, trial_id: str) -> Any:
-            if local.width and local.study.busy() >= local.width.now():
+            if local.study.busy() >= local.width.now():
                 return None
             row = local.study.next()
             if row is None:
@@ -207,8 +186,7 @@ def journal(local: LocalState) -> Any:
         def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             row = local.study.rows[str(trial)]
             begun = row["starts"]
-            values = dict(trial.config["row"]["values"])  # PBT changes them, and a checkpoint with them is saved first
-            local.study.set(row["id"], state="running", starts=begun + 1, values=values)
+            local.study.set(row["id"], state="running", starts=begun + 1)
             local.study.note(f"trial {row['id']} {'continues' if begun else 'starts'}: {words(row)}")
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
@@ -217,9 +195,8 @@ def journal(local: LocalState) -> Any:
                 local.away = f"trial {name}: {result['away']}"
                 local.stop.set()
             if "value" in result:
-                values = trial.config["row"]["values"]  # PBT changes them
                 local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
-                local.study.set(name, values=dict(values), seconds=result["seconds"], numbers=result["numbers"])
+                local.study.set(name, seconds=result["seconds"], numbers=result["numbers"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
@@ -274,20 +251,6 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
 
         def cleanup(self) -> None:
             self.pretraining.end()
-
-        def save_checkpoint(self, folder: str) -> None:
-            """Stop the run, which saves its own checkpoint, and write down which trial it was and at which step. Tune
-            holds no weights."""
-            self.pretraining.end()
-            own = self.pretraining
-            mark = {"out": own.out, "percent": own.reported, "step": own.saved()}
-            (Path(folder) / "mark.json").write_text(json.dumps(mark))
-
-        def load_checkpoint(self, folder: Any) -> None:
-            mark = json.loads((Path(folder) / "mark.json").read_text())
-            self.pretraining.reported = mark["percent"]  # what is before it has been told
-            if mark["out"] != self.pretraining.out:
-                self.pretraining.adopt(mark["out"], mark["step"])
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
     trial.__qualname__ = "Trial"  # what processes and Ray's pages show

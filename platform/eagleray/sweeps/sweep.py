@@ -16,7 +16,7 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config import plugins as loading
-from eagleray.config.types import ModelName, Share
+from eagleray.config.types import ModelName
 from eagleray.config.written import settled
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
@@ -27,7 +27,6 @@ KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
 VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")  # a key of a sweep, the rest of which is a recipe's
 # A checkpoint belongs to one network, one optimiser and one order of the samples.
-KEPT_BY_PBT = ("backbone.", "data.", "optim.batch", "optim.epochs", "optim.name", "seed")
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,9 @@ class Sweep(Branch):
     alternatives: dict[str, Branch] = field(default_factory=dict)
     objective: Objective = Objective()
     search: Literal["random", "grid", "optuna"] = "random"
-    scheduler: Literal["asha", "hyperband", "pbt", "none"] = "asha"
+    scheduler: Literal["asha", "none"] = "asha"
     grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of its steps that a trial gets before it is compared
-    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha, hyperband: one in so many goes on
-    interval: Annotated[Share, Field(gt=0)] = 0.2  # pbt: share of the steps between two exchanges
+    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: one in so many goes on
     trials: PositiveInt | None = None  # None: 16, or all of a grid
     seed: NonNegativeInt = 0  # the seed of the search; a trial's own is a key of its recipe
     cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
@@ -137,12 +135,6 @@ class Sweep(Branch):
         if self.search == "grid" and self.trials:
             raise ValueError(
                 f"trials={self.trials}: cannot be set with search=grid, whose points determine the number of trials"
-            )
-        if self.scheduler == "pbt" and self.search != "random":
-            raise ValueError(f"scheduler=pbt has its own search: expected search=random, not {self.search}")
-        if self.scheduler == "pbt" and len(self.alternatives) > 1:
-            raise ValueError(
-                "scheduler=pbt: expected a single recipe, not alternatives, as trials exchange their weights"
             )
 
 
@@ -254,11 +246,6 @@ def check(sweep: Sweep, source: str) -> None:
         for key, v in branch.space.items():
             if key in ("out", "workers"):
                 raise UserError(f"{where}space.{key}: cannot vary between trials; set it for all with {key}=VALUE")
-            if sweep.scheduler == "pbt" and key.startswith(KEPT_BY_PBT):
-                raise UserError(
-                    f"{where}space.{key}: cannot vary with scheduler=pbt, whose trials continue from each other's "
-                    "checkpoints; expected keys such as optim.lr.value"
-                )
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
         for values in corners(branch.space):

@@ -1,7 +1,6 @@
 """Run a trial of a sweep: one thread pretrains, another reports its metrics to Ray Tune."""
 
 import gc
-import json
 import math
 import threading
 import time
@@ -18,11 +17,8 @@ from eagleray.base.allocator import give_back
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
-from eagleray.engine import checkpoint, world
-from eagleray.engine.checkpoint_names import stem, step_of
+from eagleray.engine import world
 from eagleray.runs import layout, pretrain, summary
-from eagleray.runs import recipe as recipes
-from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.command import new_command
 from eagleray.runs.environment import write_plugins
 from eagleray.runs.plan import make_plan
@@ -40,7 +36,6 @@ class Trial:
     """The pretraining run of a trial. It starts in its own thread when the first result is requested."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
-        # By its name: a trial that takes over another's weights has been given that one's settings, too.
         self.out, self.settings, self.reported = f"{settings['folder']}/{name}", settings, float(settings["after"])
         self.store = run_store(self.out)
         key = f"{tracking.parent}/{name}" if tracking.parent else None
@@ -111,9 +106,6 @@ class Trial:
             for record in self.records():
                 percent = 100 * record["step"] / self.steps
                 if self.reported < percent < 100:
-                    pause = self.settings["pause"]
-                    if pause and percent // pause > self.reported // pause:
-                        self.end()  # not ahead of an exchange of weights
                     self.reported = percent
                     return self.result(record["step"], percent, objective(record, self.settings["objective"]))
             if not alive:
@@ -158,32 +150,6 @@ class Trial:
         free_resources(self.out)
         free_memory()
 
-    def saved(self) -> int:
-        """Return the step of this trial's newest checkpoint; 0 without one."""
-        return max((step_of(name) for name in checkpoint.manifests(checkpoints(self.out)[0])), default=0)
-
-    def adopt(self, donor: str, step: int | None = None) -> None:
-        """Continue from the checkpoint of the trial in the folder `donor`, with this trial's own values: from the
-        newest one up to this step, as the donor may have gone on since, or else from the newest."""
-        url, scratch = checkpoints(donor)
-        listed = checkpoint.listing(url)
-        early = {file: blob for file, blob in listed.blobs.items() if step is None or step_of(stem(file)) <= step}
-        state = checkpoint.newest(url, scratch, listed=listed._replace(blobs=early))
-        state = state or checkpoint.newest(url, scratch, listed=listed)
-        if state is None:
-            return
-        state |= {"digest": recipes.digest(self.recipe), "recipe": config.dump(self.recipe)}
-        # What groups say beside the rate of a step, such as the momentum, is this trial's too.
-        with torch.device("meta"):
-            own = build_optimizer(self.recipe, build_method(self.recipe)).state_dict()
-        for group, mine in zip(state["optimizer"]["param_groups"], own["param_groups"], strict=False):
-            group |= {key: value for key, value in mine.items() if key != "params"}
-        url, scratch = checkpoints(self.out)
-        checkpoint.save(url, state["step"], state, keep=self.recipe.checkpoint.keep, scratch=scratch)
-        record = {"step": state["step"], "from": donor.rpartition("/")[2], "values": self.settings["values"]}
-        before = self.store.get(layout.LINEAGE) or ""
-        self.store.put(layout.LINEAGE, before + json.dumps(record) + "\n")
-
 
 class History:
     """The lines of a growing metrics.jsonl that hold a metric. Each line is parsed once."""
@@ -211,11 +177,6 @@ def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
     text = run_store(out).get(layout.SUMMARY)
     return summary.if_finished(summary.parse_summary(text, f"{out}/{layout.SUMMARY}"), steps)
-
-
-def checkpoints(out: str) -> tuple[str, Path]:
-    """Return the URL of a trial's checkpoints, and the folder on this machine for files on their way."""
-    return f"{out}/{layout.CHECKPOINTS}", run_store(out).work / layout.CHECKPOINTS
 
 
 def free_memory() -> None:
