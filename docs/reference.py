@@ -158,7 +158,7 @@ def keys() -> str:
         out += f"\n## {name}\n\n" + table(kind, f"{name}[]." if name in LISTS else f"{name}.")
     out += "\n## method\n\nThe keys of each method are the arguments of its class: [methods](../methods.md).\n"
     for name in config.parts("eagleray.methods"):
-        arguments = signature.fields(f"eagleray.methods.{name}", skip=("backbone",))
+        arguments = signature.fields(f"eagleray.methods.{name}")
         free = config.part_constant("eagleray.methods", name, "may_change")
         out += f"\n### {name}\n\n{signature.headline(f'eagleray.methods.{name}')}\n"
         if arguments:

@@ -31,6 +31,7 @@ _MODULES = {
     "methods.method": ("Method",),
     "models.backbone": ("Backbone", "Encoder"),
     "protocols.outcome": ("Outcome",),
+    "protocols.protocol": ("FeatureProtocol", "ImageProtocol", "PatchProtocol", "Protocol", "Workspace"),
     "reports.listing": ("list_runs",),
     "reports.watch": ("Watch", "watch"),
     "reports.write": ("report",),

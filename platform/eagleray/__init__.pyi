@@ -37,6 +37,11 @@ from eagleray.methods.method import Method as Method
 from eagleray.models.backbone import Backbone as Backbone
 from eagleray.models.backbone import Encoder as Encoder
 from eagleray.protocols.outcome import Outcome as Outcome
+from eagleray.protocols.protocol import FeatureProtocol as FeatureProtocol
+from eagleray.protocols.protocol import ImageProtocol as ImageProtocol
+from eagleray.protocols.protocol import PatchProtocol as PatchProtocol
+from eagleray.protocols.protocol import Protocol as Protocol
+from eagleray.protocols.protocol import Workspace as Workspace
 from eagleray.reports.listing import list_runs as list_runs
 from eagleray.reports.watch import Watch as Watch
 from eagleray.reports.watch import watch as watch

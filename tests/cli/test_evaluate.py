@@ -35,6 +35,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.models.pixels import Pixels
 from eagleray.protocols import feature_types
+from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
@@ -141,19 +142,19 @@ def test_all_kinds_come_from_one_pass(shards: Path, forwards: list[int]):
 
 def test_several_k_at_once_are_each_by_itself():
     train, test = clusters(300, spread=1.5, seed=0), clusters(100, spread=1.5, seed=1)
-    found = knn(train, test, k=7, ks=(1, 30, 900), temperature=0.1).numbers
+    found = knn(train, test, Knn(k=7, ks=(1, 30, 900), temperature=0.1)).numbers
     for k in (1, 30, 900):
-        assert found[f"knn/top1_k{k}"] == knn(train, test, k=k, ks=(), temperature=0.1).numbers["knn/top1"]
-    assert found["knn/top5"] == knn(train, test, k=7, ks=(), temperature=0.1).numbers["knn/top5"]
+        assert found[f"knn/top1_k{k}"] == knn(train, test, Knn(k=k, ks=(), temperature=0.1)).numbers["knn/top1"]
+    assert found["knn/top5"] == knn(train, test, Knn(k=7, ks=(), temperature=0.1)).numbers["knn/top5"]
 
 
 def test_the_best_epoch_is_beside_the_last():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
-    found = linear(train, test, epochs=6).numbers
+    found = linear(train, test, Linear(epochs=6)).numbers
     assert found["linear/best"] >= found["linear/top1"]
     assert 1 <= found["linear/best_epoch"] <= 6
     shifted = LabelledFeatures(test.x, (test.y + 1) % 5)
-    assert linear(train, shifted, epochs=6).numbers["linear/lr"] == found["linear/lr"]
+    assert linear(train, shifted, Linear(epochs=6)).numbers["linear/lr"] == found["linear/lr"]
 
 
 def test_a_digest_is_of_weights_and_architecture(trained: Path):
@@ -508,8 +509,7 @@ def test_workers_find_the_same_features(
     alone = request_("knn").results[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(extraction, "ray_map", elsewhere)
-    whole = replace(PROTOCOLS["knn"], ranks=False)  # as a plug-in's protocol, which needs all features
-    monkeypatch.setattr(PROTOCOLS, "shipped", {**PROTOCOLS.shipped, "knn": whole})
+    monkeypatch.setattr(Knn, "ranks", False)  # as a plug-in's protocol, which needs all features
     assert request_("knn", workers=3).results[0].numbers == alone.numbers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of GPUs"))
     if not torch.cuda.is_available():

@@ -102,4 +102,4 @@ def test_a_protocol_measures_on_the_device_what_it_measures_on_the_cpu(
 
 def test_no_protocol_is_left_out() -> None:
     """The variants of one protocol differ in the values of its settings."""
-    assert {SHIPPED[name].function for name in PROTOCOLS} == {p.function for p in SHIPPED.values()}
+    assert {SHIPPED[name].kind for name in PROTOCOLS} == {p.kind for p in SHIPPED.values()}

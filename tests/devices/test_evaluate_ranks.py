@@ -15,6 +15,7 @@ from helpers.simulated_ranks import simulated_group
 from eagleray.base import dist
 from eagleray.engine import precision
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.detection.detection import detection
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
@@ -34,7 +35,7 @@ def classify(device: torch.device, folder: Path) -> Measured:
     sets = clusters(400, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
     mine = [LabelledFeatures(*(x.chunk(size)[rank] for x in s)) for s in sets]
     train, test = renumber(mine[0], mine[1], device)
-    outcomes = knn(train, test, k=7), linear(train, test, epochs=2), logistic(train, test)
+    outcomes = knn(train, test, Knn(k=7)), linear(train, test, Linear(epochs=2)), logistic(train, test)
     return dict(zip(("knn", "linear", "logistic"), ((o.numbers, []) for o in outcomes), strict=True))
 
 

@@ -9,21 +9,32 @@ from eagleray.config import plugins
 from eagleray.evaluation.evaluate import Request, evaluate
 
 DRAWERS = """
-from pathlib import Path
-
-from eagleray import Outcome, register
-
-
-@register.protocol("sketch", about="a picture of two sets", needs=("labels",))
-def sketch(train, test, *, out: Path) -> Outcome:
-    (out / "sketch.png").write_bytes(b"two")
-    return Outcome({"sketch/images": len(test.y)}, {}, (out / "sketch.png",))
+from eagleray import FeatureProtocol, Outcome, register
+from eagleray.protocols.needs import Suite
+from eagleray.protocols.protocol import FrozenProtocol
 
 
-@register.protocol("album", about="a picture of the suite", needs=("suite",))
-def album(features, root: str, *, out: Path) -> Outcome:
-    (out / "album.png").write_bytes(b"suite")
-    return Outcome({"album/images": len(features(f"{root}/test").y)}, {}, (out / "album.png",))
+@register.protocol("sketch")
+class Sketch(FeatureProtocol):
+    about = "a picture of two sets"
+
+    def run(self, backbone, data, workspace) -> Outcome:
+        picture = workspace.out / "sketch.png"
+        picture.write_bytes(b"two")
+        return Outcome({"sketch/images": len(data.test.y)}, {}, (picture,))
+
+
+@register.protocol("album")
+class Album(FrozenProtocol):
+    about = "a picture of the suite"
+
+    def data(self) -> Suite:
+        return Suite(self.features, self.size, self.resize)
+
+    def run(self, backbone, data, workspace) -> Outcome:
+        picture = workspace.out / "album.png"
+        picture.write_bytes(b"suite")
+        return Outcome({"album/images": len(data.read(f"{data.root}/test").y)}, {}, (picture,))
 """
 
 

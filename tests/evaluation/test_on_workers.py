@@ -11,14 +11,10 @@ from helpers.ranks import on_ranks
 
 from eagleray.base.errors import UserError
 from eagleray.evaluation import evaluate, feature_cache, on_workers
+from eagleray.evaluation.data import Inputs
 from eagleray.evaluation.on_workers import Job
 from eagleray.evaluation.target import Target, load_target
 from eagleray.models.backbone import Backbone
-
-
-def in_process(function: Any, tasks: Any, **_: Any) -> Any:
-    """As `ray_map`, in this process, and from the last task to the first."""
-    return iter([function(task) for task in tasks][::-1])
 
 
 def run(name: str, out: Path, folder: Path, workers: int, settings: dict[str, str]) -> Any:
@@ -32,14 +28,19 @@ def run(name: str, out: Path, folder: Path, workers: int, settings: dict[str, st
 
 
 def test_videos_are_measured_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The same numbers and the same pictures, in the order of the list, though they end in another order."""
-    monkeypatch.setattr(on_workers, "ray_map", in_process)
+    """The same numbers and the same pictures, in the order of the list, of which each rank measures every second."""
+
+    def ranks(function: Any, task: Any, *, workers: int, gpus: bool, note: Any) -> Any:
+        (tmp_path / "stores").mkdir()
+        return on_ranks(workers, function, tmp_path / "stores", task, print)[0]
+
+    monkeypatch.setattr(on_workers, "ray_ranks", ranks)
     compare_videos(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_videos_are_measured_by_ray_tasks(tmp_path: Path):
+def test_videos_are_measured_by_ranks_on_ray(tmp_path: Path):
     compare_videos(tmp_path)
 
 
@@ -54,10 +55,10 @@ def compare_videos(tmp_path: Path) -> None:
 
 
 def test_a_worker_refuses_other_weights():
-    digest = load_target("untrained:test_vit").digest
-    assert isinstance(Job("untrained:test_vit", None, digest, "throughput", (), {}, gpus=False).load()[0], Backbone)
+    job = Job(Inputs("untrained:test_vit", load_target("untrained:test_vit").digest), None, "")  # type: ignore[arg-type]
+    assert isinstance(job.load(), Backbone)
     with pytest.raises(UserError, match="the weights changed during the evaluation"):
-        Job("untrained:test_vit", None, "0" * 16, "throughput", (), {}, gpus=False).load()
+        replace(job, inputs=replace(job.inputs, digest="0" * 16)).load()
 
 
 def test_protocols_that_are_not_divided_run_on_one_worker(
@@ -67,7 +68,7 @@ def test_protocols_that_are_not_divided_run_on_one_worker(
     sent: list[tuple[str, int]] = []
 
     def ranks(function: Any, job: Job, *, workers: int, gpus: bool, note: Any) -> Any:
-        sent.append((job.protocol, workers))
+        sent.append((type(job.measurement.protocol).__name__.lower(), workers))
         return function(pickle.loads(pickle.dumps(job)), note)
 
     monkeypatch.setattr(on_workers, "ray_ranks", ranks)

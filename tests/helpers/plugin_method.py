@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer, build_model_with_cfg, register_model
 from torch import Tensor, nn
 
-from eagleray import Backbone, Batch, Callback, Encoder, Method, Outcome, Progress, RunView, register
+from eagleray import Backbone, Batch, Callback, Encoder, FeatureProtocol, Method, Outcome, Progress, RunView, register
 from eagleray.datasets.sources.files import list_tree, relative_path
 from eagleray.datasets.sources.item import Item, Listing
 from eagleray.datasets.sources.options import PrepareOptions
@@ -72,9 +72,13 @@ def read_backwards(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
     return ((item, bytes(data)[::-1]) for item, data in read_ranges(items))
 
 
-@register.protocol("norms", about="mean norm of the pooled features", needs=("labels",))
-def norms(train: Any, test: Any, *, scale: float = 1.0) -> Outcome:
-    return Outcome({"norms/mean": scale * float(test.x.norm(dim=1).mean())})
+@register.protocol("norms")
+class Norms(FeatureProtocol):
+    about = "mean norm of the pooled features"
+    scale: float = 1.0
+
+    def run(self, backbone: Any, data: Any, workspace: Any) -> Outcome:
+        return Outcome({"norms/mean": self.scale * float(data.test.x.norm(dim=1).mean())})
 
 
 @register.callback

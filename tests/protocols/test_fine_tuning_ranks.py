@@ -16,10 +16,12 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
+from eagleray.protocols.dense_catalogue import Detection, Segmentation
 from eagleray.protocols.detection import detection as detecting
 from eagleray.protocols.detection import train as training
 from eagleray.protocols.detection.data import Coco
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.segmentation import heads
 from eagleray.protocols.segmentation import segmentation as segmenting
 
@@ -52,7 +54,7 @@ def _segment(folder: Path, out: Path, steps: int, stop: int, batch: int) -> Outc
 
     try:
         outcome = segmenting.segmentation(
-            resnet(), folder, out, note, steps=steps, batch=batch, size=32, width=16, lr=1e-3
+            resnet(), folder, Segmentation(steps=steps, batch=batch, size=32, width=16, lr=1e-3), Workspace(out, note)
         )
     except KeyboardInterrupt:
         return Outcome({}, {"notes": notes})
@@ -142,7 +144,9 @@ def detect(folder: Path, out: Path) -> tuple[Outcome, float]:
     build = detecting.build
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detecting, "build", lambda *args: nets.append(build(*args)) or nets[0])
-        outcome = detecting.detection(resnet(), folder, out, lambda _: None, schedule=str(folder / "schedule.yaml"))
+        outcome = detecting.detection(
+            resnet(), folder, Detection(schedule=str(folder / "schedule.yaml")), Workspace(out, lambda _: None)
+        )
     return outcome, float(sum(p.double().abs().sum() for p in nets[0].state_dict().values()))
 
 

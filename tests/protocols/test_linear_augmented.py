@@ -19,11 +19,13 @@ from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import augmented_batches, fine_tuning
 from eagleray.protocols.augmented_batches import AugmentedBatches
+from eagleray.protocols.catalogue import Linear, LinearAugmented
 from eagleray.protocols.features import extract_pooled
 from eagleray.protocols.linear import linear
 from eagleray.protocols.linear_augmented import linear_augmented
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets, renumber
+from eagleray.protocols.protocol import Workspace
 from eagleray.views.colours import MEAN, STD
 
 CPU = torch.device("cpu")
@@ -70,7 +72,9 @@ def probe(folder: Path, out: Path, settings: dict[str, Any], stop: int = 0) -> O
         patch.setattr(fine_tuning, "LINES", 10**9)
         patch.setattr(augmented_batches, "processes", lambda *_: 0)  # in new processes, too
         try:
-            outcome = linear_augmented(backbone(), sets(folder), out, note, **{**PROBE, **settings})
+            outcome = linear_augmented(
+                backbone(), sets(folder), LinearAugmented(**{**PROBE, **settings}), Workspace(out, note)
+            )
         except KeyboardInterrupt:
             return Outcome({}, {"notes": notes})
     return Outcome(outcome.numbers, {**outcome.settings, "notes": notes})
@@ -130,7 +134,7 @@ def test_accuracies_are_those_of_a_plain_loop_and_not_those_of_centre_crops(fold
     parts = ((some.train, some.train_samples), (some.test, some.test_samples))
     train, test = (extract_pooled(net, *part, size=SIZE, resize=RESIZE) for part in parts)
     settings: dict[str, Any] = {name: MANY[name] for name in ("epochs", "batch", "rates")}
-    cached = linear(*renumber(train, test, CPU), **settings, scaled=False).numbers["linear/top1"]
+    cached = linear(*renumber(train, test, CPU), Linear(**settings, scaled=False)).numbers["linear/top1"]
     assert abs(cached - np.mean([numbers["linear_augmented/top1"] for numbers in ours])) > 1, (cached, ours)
 
 
@@ -189,7 +193,7 @@ def test_the_backbone_stays_as_it_is(folder: Path, tmp_path: Path):
     net = Backbone("test_resnet")
     before = {name: x.clone() for name, x in net.state_dict().items()}
     settings = {**PROBE, "epochs": 1, "size": 32, "resize": 32, "labels": 0.5}
-    outcome = linear_augmented(net, sets(folder), tmp_path, print, **settings)
+    outcome = linear_augmented(net, sets(folder), LinearAugmented(**settings), Workspace(tmp_path, print))
     assert outcome.settings["train_images"] == TRAIN // 2
     assert net.training
     assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
@@ -203,7 +207,9 @@ def test_the_rate_is_picked_without_the_test_set_and_costs_no_label(folder: Path
     outcome = probe(folder, tmp_path / "several", {**SHORT, "rates": (1e-6, 1.0)})
     assert outcome.numbers == pytest.approx(alone.numbers, abs=0.2)
     flipped = ProbeSets(some.train, some.train_samples, some.test, some.test_samples[::6])  # of one class
-    picked = linear_augmented(net, flipped, tmp_path, print, **{**PROBE, **SHORT, "rates": (1e-6, 1.0)})
+    picked = linear_augmented(
+        net, flipped, LinearAugmented(**{**PROBE, **SHORT, "rates": (1e-6, 1.0)}), Workspace(tmp_path, print)
+    )
     assert picked.numbers["linear_augmented/lr"] == 1.0
 
 

@@ -10,21 +10,29 @@ from helpers import labelled_images
 from helpers.features import clusters
 
 from eagleray.base.errors import UserError
-from eagleray.config import signature
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
+from eagleray.protocols.catalogue import Knn, Linear
+from eagleray.protocols.features import (
+    Extracted,
+    FrozenFeatures,
+    LabelledFeatures,
+    extract_pooled,
+    labelled_samples,
+    subset,
+)
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import Split, linear
+from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
-from eagleray.protocols.protocol import PASSED, Protocol, as_option
+from eagleray.protocols.protocol import FeatureProtocol, Listed, Workspace, as_option
 from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
 
 @pytest.mark.parametrize("protocol", [
-    lambda a, b: knn(a, b, k=10).numbers["knn/top1"],
-    lambda a, b: linear(a, b, epochs=20).numbers["linear/top1"],
+    lambda a, b: knn(a, b, Knn(k=10)).numbers["knn/top1"],
+    lambda a, b: linear(a, b, Linear(epochs=20)).numbers["linear/top1"],
 ])  # fmt: skip
 def test_classes_that_are_apart_are_told_apart(protocol):
     assert protocol(clusters(500, spread=0.1, seed=0), clusters(100, spread=0.1, seed=1)) == 100
@@ -35,7 +43,7 @@ def test_classes_that_are_apart_are_told_apart(protocol):
 def test_the_probe_picks_its_rate_without_the_test_set():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
     flipped = LabelledFeatures(test.x, (test.y + 1) % 5)
-    rates = [linear(train, x, epochs=5).numbers["linear/lr"] for x in (test, flipped)]
+    rates = [linear(train, x, Linear(epochs=5)).numbers["linear/lr"] for x in (test, flipped)]
     assert rates[0] == rates[1]
 
 
@@ -43,7 +51,7 @@ def test_few_images_pick_a_rate_too():
     """One of nine is held out: with none, the accuracies were no numbers, and the first rate was taken."""
     train, test = clusters(9, spread=0.1, seed=0), clusters(50, spread=0.1, seed=1)
     orders = (1e-9, 100.0), (100.0, 1e-9)
-    picked = [linear(train, test, epochs=20, seed=2, rates=rates).numbers["linear/lr"] for rates in orders]
+    picked = [linear(train, test, Linear(epochs=20, seed=2, rates=rates)).numbers["linear/lr"] for rates in orders]
     assert picked == [100.0, 100.0]
     assert len(Split.of(clusters(29, spread=0.1, seed=0), test, scaled=True, seed=0).validation.rows) == 2
     with pytest.raises(UserError, match=r"^linear: 1 training image\(s\); expected two or more"):
@@ -85,7 +93,9 @@ def test_a_run_records_what_the_protocols_measure(shards: Path):
     train = extract_pooled(backbone, index, sets.train_samples, size=16, resize=16)
     test = extract_pooled(backbone, sets.test, sets.test_samples, size=16, resize=16)
     train, test = renumber(train, test, torch.device("cpu"))
-    expected = knn(train, test, k=7, ks=(), temperature=0.1).numbers | linear(train, test, epochs=4).numbers
+    expected = (
+        knn(train, test, Knn(k=7, ks=(), temperature=0.1)).numbers | linear(train, test, Linear(epochs=4)).numbers
+    )
     assert evaluate(backbone, sets, settings) == {key: expected[key] for key in RECORDED}
     again = evaluate(backbone, sets, settings, protocols=("knn",))
     assert again == {key: expected[key] for key in RECORDED if key.startswith("knn/")}
@@ -108,45 +118,48 @@ def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path)
     assert backbone.training
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_settings_are_read_from_the_source_as_python_sees_them(name: str):
-    protocol = PROTOCOLS[name]
-    module, _, function = protocol.function.partition(":")
-    read = signature.from_source(module, function, skip=PASSED)
-    assert str(read) == str(signature.from_import(protocol.run, skip=PASSED))
-    assert protocol.keywords.keys() == read.keys(), "each can be written on the command line"
-
-
 def test_the_papers_settings_are_described_alike():
-    assert PROTOCOLS["linear@dino"].about.endswith(", with the settings of DINO, on the last 4 blocks")
+    assert str(PROTOCOLS["linear@dino"].about).endswith(", with the settings of DINO, on the last 4 blocks")
     assert PROTOCOLS["linear_augmented@dino"].about == "the same, with the settings of DINO, on the last 4 blocks"
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOLS))
 def test_defaults_are_shown_as_they_are_typed(name: str):
     protocol = PROTOCOLS[name]
-    defaults = {k: v for k, (_, v) in protocol.keywords.items() if v is not ...} | dict(protocol.preset)
+    defaults = protocol.default.model_dump()
+    assert set(protocol.settings) == defaults.keys()
     typed = {k: "".join(shlex.split(as_option(v))) for k, v in defaults.items()}
-    assert all(f"--{k} {as_option(v)}" in str(protocol) for k, v in defaults.items())
+    of_recipe = protocol.kind.of_recipe(Evaluate()).keys() & {"size", "resize"}
+    shown = {k: "of the recipe" if k in of_recipe else as_option(v) for k, v in defaults.items()}
+    assert all(f"--{k} {v}" in str(protocol) for k, v in shown.items())
     assert protocol.parse(typed) == defaults
 
 
-CENTROID = """
-from eagleray.protocols.features import LabelledFeatures
-from eagleray.protocols.outcome import Outcome
+class Centroid(FeatureProtocol):
+    about = "nearest class mean"
+    normalise: bool = True
+
+    def run(self, backbone: Backbone, data: FrozenFeatures, workspace: Workspace) -> Outcome:
+        return Outcome({"centroid/images": len(data.test.y)}, {"normalise": self.normalise})
 
 
-def centroid(train: LabelledFeatures, test: LabelledFeatures, *, normalise: bool = True) -> Outcome:
-    return Outcome({"centroid/images": len(test.y)}, {"normalise": normalise})
-"""
-
-
-def test_a_protocol_is_a_function_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "centroid_of_tests.py").write_text(CENTROID)
-    monkeypatch.syspath_prepend(tmp_path)
-    protocol = Protocol("nearest class mean", "centroid_of_tests:centroid", ("labels",))
+def test_a_protocol_is_a_class_and_a_line(tmp_path: Path):
+    protocol = Listed(Centroid)
     assert protocol.settings == ["normalise", "size", "resize", "features"]
-    assert "--normalise true" in str(protocol)
+    assert str(protocol).startswith("nearest class mean; --train URL of labelled shards; --normalise true, --size of")
     settings = protocol.parse({"normalise": "false"})
-    outcome = protocol.run(*(clusters(10, spread=0.1, seed=seed) for seed in (0, 1)), **settings)
+    sets = Extracted(*(clusters(10, spread=0.1, seed=seed) for seed in (0, 1)), (10, 10))
+    outcome = Centroid(**settings).run(Backbone("resnet10t"), FrozenFeatures(lambda: sets), Workspace(tmp_path))
     assert (outcome.numbers, outcome.settings) == ({"centroid/images": 10}, {"normalise": False})
+
+
+def test_a_setting_of_a_class_without_a_default_has_to_be_given():
+    class Needy(FeatureProtocol):
+        scale: float
+
+        def run(self, backbone: Backbone, data: FrozenFeatures, workspace: Workspace) -> Outcome:
+            return Outcome({})
+
+    assert "--scale required, --size of the recipe" in str(Listed(Needy))
+    with pytest.raises(UserError, match=r"^--scale: missing, and it has no default$"):
+        Listed(Needy).parse({"size": "32"})

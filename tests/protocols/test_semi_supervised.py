@@ -11,7 +11,9 @@ from helpers.ranks import on_ranks
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import augmented_batches, fine_tuning
+from eagleray.protocols.catalogue import SemiSupervised
 from eagleray.protocols.probes import ProbeSets
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.semi_supervised import semi_supervised
 
 SETTINGS: dict[str, Any] = {"size": 32, "resize": 32, "labels": 0.5, "epochs": 2, "batch": 15, "lr": 0.1}
@@ -47,7 +49,9 @@ def tune(folder: Path, out: Path, stop: int = 0) -> tuple[dict[str, float], list
         patch.setattr(fine_tuning, "SAVE_SECONDS", -1.0)
         patch.setattr(augmented_batches, "processes", lambda *_: 0)
         try:
-            return dict(semi_supervised(frozen_resnet(), sets, out, note, **SETTINGS).numbers), notes
+            return dict(
+                semi_supervised(frozen_resnet(), sets, SemiSupervised(**SETTINGS), Workspace(out, note)).numbers
+            ), notes
         except KeyboardInterrupt:
             return {}, notes
 

@@ -10,7 +10,8 @@ from eagleray.base.errors import UserError
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.multilabel import bits
 from eagleray.protocols import classification_scores
-from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.catalogue import SuiteOf18
+from eagleray.protocols.features import LabelledFeatures, SuiteFeatures
 from eagleray.protocols.suite import SUITE, read_reference, suite
 
 
@@ -37,7 +38,7 @@ def test_what_is_not_there_is_listed_and_the_rest_is_scored(tmp_path: Path):
     numbers = {"suite/cifar-10": 99.0, "suite/pets": 100.0, "suite/mnist": 1.0, "suite/average": 3.0}
     results = [{"protocol": name, "numbers": n} for name, n in (("suite", {}), ("suite", numbers), ("knn", {}))]
     (tmp_path / "results.json").write_text(json.dumps(results))
-    found = suite(features, root, reference=str(tmp_path), model="swin_tiny", note=notes.append)
+    found = suite(SuiteFeatures(root, features, "swin_tiny"), SuiteOf18(reference=str(tmp_path)), notes.append)
     assert found.numbers == {
         "suite/cifar-10": 100,
         "suite/pets": 100,
@@ -59,16 +60,16 @@ def test_what_is_not_there_is_listed_and_the_rest_is_scored(tmp_path: Path):
 
 def test_a_validation_split_that_is_there_finds_lambda(tmp_path: Path):
     root = make(tmp_path, *(f"flowers-102/{s}" for s in ("train", "val", "test")))
-    assert suite(features, root).settings["flowers-102"]["validation"] == "40 images, given"
+    assert suite(SuiteFeatures(root, features)).settings["flowers-102"]["validation"] == "40 images, given"
     (tmp_path / "flowers-102" / "val" / "shard-000000.tar").unlink()
     make(tmp_path, "mnist/train", "mnist/test")
-    missing = suite(features, root).settings["reasons"]
+    missing = suite(SuiteFeatures(root, features)).settings["reasons"]
     assert missing["flowers-102"].endswith("/trainval: no shards in this folder, nor in both train and val beside it")
 
 
 def test_several_classes_are_read_from_one_label(tmp_path: Path):
     root = make(tmp_path, "voc2007/trainval", "voc2007/test")
-    assert suite(features, root).numbers["suite/voc2007"] == pytest.approx(100)
+    assert suite(SuiteFeatures(root, features)).numbers["suite/voc2007"] == pytest.approx(100)
 
 
 def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
@@ -78,7 +79,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
         x, y = features(url)
         return LabelledFeatures(x, y * 2) if "pcam" in url else LabelledFeatures(x, y)
 
-    found = suite(strange, root)
+    found = suite(SuiteFeatures(root, strange))
     assert found.settings["reasons"]["pcam"] == f"{root}/pcam/trainval: label 2 is too large; pcam has 2 classes"
     assert found.numbers["suite/sets"] == 1
 
@@ -89,7 +90,7 @@ def test_labels_of_another_set_are_refused_and_the_others_go_on(tmp_path: Path):
 )
 def test_wins_are_counted_against_the_same_backbone_alone(model: str, reference: float | None, tmp_path: Path):
     root = make(tmp_path, "cifar-10/train", "cifar-10/test")
-    found = suite(features, root, model=model)
+    found = suite(SuiteFeatures(root, features, model))
     assert found.numbers.get("suite/reference") == reference
     assert found.numbers.get("suite/wins") == (None if reference is None else 1)
 
@@ -109,12 +110,12 @@ def test_the_reference_is_the_trained_backbone(tmp_path: Path):
 def test_a_reference_without_results_is_one_line(text: str, tmp_path: Path):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=r"^--reference \S+: \S+results.json holds no results of the suite$"):
-        suite(features, str(tmp_path), reference=str(tmp_path))
+        suite(SuiteFeatures(str(tmp_path), features), SuiteOf18(reference=str(tmp_path)))
 
 
 def test_nothing_there_is_one_line(tmp_path: Path):
     with pytest.raises(UserError, match=r"none of the 18 datasets can be used; .*food-101/test: no shards"):
-        suite(features, str(tmp_path))
+        suite(SuiteFeatures(str(tmp_path), features))
 
 
 def test_the_table_is_the_papers():

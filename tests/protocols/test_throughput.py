@@ -6,6 +6,7 @@ from torch import nn
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.catalogue import Throughput
 from eagleray.protocols.throughput import multiplications, peak, throughput
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -47,7 +48,7 @@ def test_memory_is_what_tensors_take():
 def test_every_number_is_there_and_the_backbone_stays_as_it_was():
     backbone = small().requires_grad_(False).eval()
     before = {k: v.clone() for k, v in backbone.state_dict().items()}
-    found = throughput(backbone, size=32, batch=2, rounds=1)
+    found = throughput(backbone, Throughput(size=32, batch=2, rounds=1))
     names = ("params_m", "gmacs", "images_per_s", "forward_mib", "step_s", "step_mib")
     assert list(found.numbers) == [f"throughput/{n}" for n in names]
     assert all(v > 0 for v in found.numbers.values())
@@ -61,11 +62,11 @@ def test_every_number_is_there_and_the_backbone_stays_as_it_was():
 
 
 def test_larger_images_cost_more():
-    few, many = (throughput(small(), size=s, batch=2, rounds=1).numbers for s in (16, 64))
+    few, many = (throughput(small(), Throughput(size=s, batch=2, rounds=1)).numbers for s in (16, 64))
     for name in ("gmacs", "forward_mib", "step_mib"):
         assert many[f"throughput/{name}"] > few[f"throughput/{name}"]
 
 
 def test_a_size_that_does_not_fit_is_said():
     with pytest.raises(UserError, match="cannot take images of --size 30"):
-        throughput(small(), size=30, batch=2, rounds=1)
+        throughput(small(), Throughput(size=30, batch=2, rounds=1))

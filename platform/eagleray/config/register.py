@@ -98,12 +98,9 @@ def source(name: str, **details: Any) -> Callable[[T], T]:
     return lambda target: _register("source", name, target, **details)
 
 
-def protocol(name: str, *, about: str = "", needs: tuple[str, ...] = (), features: str = "pooled") -> Callable[[T], T]:
-    """Register a protocol for `eagleray evaluate --protocol NAME`.
-
-    The function returns an Outcome. `needs` decides which arguments the function receives; see docs/evaluate.md.
-    """
-    return lambda target: _register("protocol", name, target, about=about, needs=needs, features=features)
+def protocol(name: str) -> Callable[[T], T]:
+    """Register a subclass of Protocol for `eagleray evaluate --protocol NAME`; its fields are the settings."""
+    return lambda target: _register("protocol", name, target)
 
 
 def callback(target: T) -> T:

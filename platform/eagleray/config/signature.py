@@ -1,4 +1,4 @@
-"""Reads the keyword-only parameters of a class or function from its source, so that nothing heavy is imported.
+"""Reads the keyword-only parameters of a class from its source, so that nothing heavy is imported.
 
 Python evaluates their annotations and defaults with those names of the module alone that they use. Where one of these
 is heavy, the module is imported instead.
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,16 +24,15 @@ class Unreadable(Exception):
     """The source holds something that only an import can evaluate."""
 
 
-def fields(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
-    """Return the keyword-only parameters of a module's one public class, or of a function, except for those in `skip`.
+def fields(module: str) -> Fields:
+    """Return the keyword-only parameters of a module's one public class.
 
     The parameters are read from the source. Where the source is not enough, the module is imported.
     """
     try:
-        return from_source(module, function, skip=skip)
+        return from_source(module)
     except Unreadable:
-        target = getattr(importlib.import_module(module), function) if function else public_class(module)
-        return from_import(target, skip=skip)
+        return from_import(public_class(module))
 
 
 def public_class(module: str) -> type:
@@ -43,30 +42,26 @@ def public_class(module: str) -> type:
     return target
 
 
-def from_import(target: Callable[..., Any], *, skip: Container[str] = ()) -> Fields:
-    """Return the keyword-only parameters of an imported class or function."""
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)  # type: ignore[misc]
+def from_import(target: type) -> Fields:
+    """Return the keyword-only parameters of an imported class."""
+    hints = get_type_hints(target.__init__, include_extras=True)  # type: ignore[misc]
     parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return {
-        p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters if p.name not in skip
-    }
+    return {p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters}
 
 
-def from_source(module: str, function: str | None = None, *, skip: Container[str] = ()) -> Fields:
-    """Return the keyword-only parameters of a module's one public class, or of a function, without importing it.
+def from_source(module: str) -> Fields:
+    """Return the keyword-only parameters of a module's one public class, without importing it.
 
     Raises Unreadable."""
     source = _source(module)
-    scope = source.tree.body if function else source.class_of().body
-    matches = [n for n in scope if isinstance(n, ast.FunctionDef) and n.name == (function or "__init__")]
+    matches = [n for n in source.class_of().body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     if len(matches) != 1:
-        raise Unreadable(f"{module}: expected one {function or '__init__'}")
+        raise Unreadable(f"{module}: expected one __init__")
     arguments = matches[0].args
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {
         a.arg: (source.annotation(a.annotation), ... if default is None else source.value(default))
         for a, default in pairs
-        if a.arg not in skip
     }
 
 

@@ -7,38 +7,31 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from eagleray import config
 from eagleray.base import devices
 from eagleray.base.console import print_error, say
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.config import plugins
-from eagleray.data.digests import data_digest
-from eagleray.data.index import Index, Note, open_index
-from eagleray.data.labels import unread_labels
+from eagleray.data.index import Note
 from eagleray.engine import world
-from eagleray.evaluation import on_workers, results
-from eagleray.evaluation.extraction import Task, features
+from eagleray.evaluation import results
+from eagleray.evaluation.data import CommandSource, Inputs
+from eagleray.evaluation.on_workers import Job, Measurement, run_on_ranks
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, check_crop, load_target
 from eagleray.models.token_linear import on_device
 from eagleray.protocols import feature_types
-from eagleray.protocols.digests import digest, tree_digest
-from eagleray.protocols.eval_mode import check_images, check_patches
-from eagleray.protocols.features import LabelledFeatures, labelled_samples
+from eagleray.protocols.needs import Features, Need
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.probes import ProbeSets
-from eagleray.protocols.protocol import DATA_OPTIONS, EXTRACTION, RGB_ONLY, Protocol
+from eagleray.protocols.protocol import FeatureProtocol, Listed, Protocol, Workspace
 from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import layout, mlflow_run, tracking
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
-from eagleray.storage.folder_copy import local_folder
 
 
 @dataclass(frozen=True)
@@ -58,12 +51,11 @@ class Request:
     gpus: bool = False  # whether each of them has a GPU
     out: str | None = None  # folder of the results
 
-    def data(self, protocol: Protocol) -> dict[str, str]:
-        """Return the URLs and folders that a protocol reads, by the name of their option; paths are absolute."""
-        urls = {"train": self.train, "test": self.test} if {"labels", "labelled"} & {*protocol.needs} else {}
-        urls |= {"test" if self.test else "train": self.test or self.train} if "images" in protocol.needs else {}
-        folders = {n: self.folders.get(n) for n in protocol.needs if n in self.folders}
-        return {k: store.absolute(v) for k, v in (urls | folders).items() if v}
+    @property
+    def given(self) -> dict[str, str]:
+        """The URLs and folders of data by the name of their option."""
+        given = {"train": self.train, "test": self.test, **self.folders}
+        return {option: place for option, place in given.items() if place}
 
     def settings_of(self, name: str) -> dict[str, str]:
         """Return the settings for one protocol: those given for all, replaced by those given for this one."""
@@ -153,12 +145,32 @@ class Evaluation:
     report: Report
     note: Note
 
+    @cached_property
+    def source(self) -> CommandSource:
+        """The data of the command."""
+        one, r = self.target, self.request
+        inputs = Inputs(
+            one.name,
+            one.digest,
+            r.architecture,
+            one.network.name,
+            given=r.given,
+            urls={option: store.absolute(place) for option, place in r.given.items()},
+            gpus=r.gpus,
+            channels=one.channels,
+            bank=one.settings.bank,
+            spare=self.report.folder,
+        )
+        return CommandSource(inputs, one, r.workers, self.note)
+
     def run_or_refuse(self, name: str) -> None:
         """Run a protocol and store its result, or print in one line why it cannot run, or where it failed."""
         try:
             self.run(name, PROTOCOLS[name])
         except UserError as e:
             message = str(e)
+            for url, copy in self.source.copies.items():  # errors name files of the copy
+                message = message.replace(str(copy), url.rstrip("/"))
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
         except Outage:
             raise
@@ -167,32 +179,28 @@ class Evaluation:
             at = f"{Path(frame.filename).name}, line {frame.lineno}"
             refuse(self.report, f"{name}: failed: {type(e).__name__}: {one_line(e)} ({at})")
 
-    def run(self, name: str, protocol: Protocol) -> None:
+    def run(self, name: str, listed: Listed) -> None:
         """Run a protocol and store its result.
 
         Raises UserError when the command lacks data that the protocol needs, or the protocol cannot run with this
         backbone or this data."""
-        for need in protocol.needs:
-            self.check(need)
-        settings = self.settings(name, protocol)
+        named = self.named(listed.default.data())
+        asked = self.settings(name, listed)
+        protocol = listed.kind(**asked)
         plugin = plugins.plugin_of(name, "protocol")
         result = Result(
             protocol=name,
             plugin=asdict(plugin) if plugin else None,
-            asked=settings,
+            asked=asked,
             backbone=self.target.name,
             untrained=self.target.untrained,
             backbone_digest=self.target.digest,  # computed first, in case the protocol changes the weights
             architecture=self.target.architecture,
-            data=self.request.data(protocol),
+            data={option: self.source.inputs.urls[option] for option in named},
             **results.NOT_RUN,
         )
         began = time.monotonic()
-        arguments = {k: v for k, v in settings.items() if k in protocol.parameters}
-        if protocol.frozen:
-            outcome, data = self.run_on_features(result, protocol, settings, arguments)
-        else:
-            outcome, data = self.run_on_backbone(result, protocol, arguments)
+        outcome, data = self.measure(result, Measurement(protocol, self.need(protocol), asked))
         run = run_store(self.report.folder)
         result = replace(
             result,
@@ -208,179 +216,61 @@ class Evaluation:
         results.add(self.report.folder, result)
         self.report.results.append(result)
 
-    def check(self, need: str) -> None:
-        """Raise UserError when the command lacks the kind of data `need`, which a protocol requires."""
-        r = self.request
-        available: dict[str, Any] = {"labels": r.train, "labelled": r.train, "images": r.train or r.test}
-        available |= {"patches": "any", **r.folders}
-        if not available.get(need):
-            raise UserError(f"needs {DATA_OPTIONS[need]}")
-        if self.target.channels and need in RGB_ONLY:
+    def named(self, need: Need[Any]) -> dict[str, str]:
+        """Return the options of the command that name the data which a protocol needs. Raises UserError when one is
+        missing, or the data are not what the backbone takes."""
+        named = need.named(self.request.given)
+        if self.target.channels and need.photographs:
             raise UserError(f"reads red, green and blue, not the backbone's {len(self.target.channels)} data.channels")
+        return named
 
-    def settings(self, name: str, protocol: Protocol) -> dict[str, Any]:
+    def settings(self, name: str, listed: Listed) -> dict[str, Any]:
         """Return the settings of a protocol.
 
         The recipe's settings are replaced by those that the protocol presets, and both by those of the command line.
 
         Raises UserError for a value that does not have the type of its setting."""
-        e = self.target.settings
-        settings = e.of(name)
-        if protocol.frozen:
-            settings |= {"size": e.size, "resize": e.resize, "features": protocol.features}
-        required = [p.name for p in protocol.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-        settings |= {k: v for k, v in (("size", e.size), ("resize", e.resize)) if k in required}
+        settings = listed.kind.of_recipe(self.target.settings)
         options = self.request.settings_of(name)
         if "size" in options and "resize" in settings and "resize" not in options:
-            settings["resize"] = round(settings["resize"] * protocol.parse(options)["size"] / settings["size"])
-        settings |= protocol.parse({**protocol.preset, **options})
-        if isinstance(keys := settings.get("labels"), str):  # a file, which workers have to find
-            settings["labels"] = store.absolute(keys)
+            settings["resize"] = round(settings["resize"] * listed.parse(options)["size"] / settings["size"])
+        settings = listed.parse({**settings, **listed.preset, **options})
         check_crop(settings.get("size", 0), settings.get("resize", settings.get("size", 0)))
         return settings
 
-    def run_on_backbone(self, new: Result, protocol: Protocol, arguments: dict[str, Any]) -> tuple[Outcome, str]:
-        """Run a protocol on the backbone itself; return its outcome and the digest of its data."""
-        name = new.protocol
-        # The workers have the GPUs, where another copy would be in their way.
-        backbone = on_device(self.target.backbone, devices.CPU if self.request.workers else world.local().device)
-        parameter = protocol.parameters.get("size")
-        size = arguments.get("size", parameter.default if parameter else self.target.settings.size)
-        inputs: list[Any] = []
-        data, copies = "", {}
-        for need in protocol.needs:
-            if need == "patches":
-                check_patches(backbone, size)
-            elif need == "images":
-                if "patches" not in protocol.needs:
-                    check_images(backbone, size)
-                inputs.append(self.images)
-                data = data_digest(self.images, np.arange(len(self.images)))
-            elif need == "labelled":
-                inputs.append(self.sets)
-                data = self.sets.digest
-            else:
-                url = store.absolute(self.request.folders[need])
-                inputs.append(local_folder(url, self.note))
-                copies[str(inputs[-1])] = url
-                data = tree_digest(inputs[-1])
-        out = results.picture_folder(self.report.folder, new)
-        inside = out.relative_to(run_store(self.report.folder).view)
-        # A training has its checkpoints in the store, so that it continues on any machine.
-        extra: dict[str, Any] = {"out": out, "note": self.note, "checkpoints": f"{self.report.folder}/{inside}"}
-        run: Any = protocol.run
-        if workers := self.request.workers:
-            architecture, gpus, urls = self.request.architecture, self.request.gpus, tuple(copies.values())
-            one, shards = self.target, {k: v for k, v in self.request.data(protocol).items() if k in ("train", "test")}
-            what = (one.name, architecture, one.digest, name, urls, arguments, gpus, shards)
-            job = on_workers.Job(*what, one.channels, store.absolute(self.report.folder))
-            extra["elsewhere"] = partial(on_workers.measure_videos, job, workers)
-            if "elsewhere" not in protocol.parameters:
-                run = partial(on_workers.run_on_ranks, job, workers if protocol.ranks else 1, **extra)
-        extra = {k: v for k, v in extra.items() if k in protocol.parameters}
-        try:
-            outcome = on_workers.outcome_of(run(backbone, *inputs, **arguments, **extra))
-        except UserError as e:  # names files of the copy
-            message = str(e)
-            for copy, url in copies.items():
-                message = message.replace(copy, url.rstrip("/"))
-            raise UserError(message) from None
-        return replace(outcome, settings={**arguments, **outcome.settings}), data
-
-    def run_on_features(
-        self, new: Result, protocol: Protocol, settings: dict[str, Any], arguments: dict[str, Any]
-    ) -> tuple[Outcome, str]:
-        """Run a protocol on frozen features; return its outcome and the digest of its data."""
-        name = new.protocol
-        size, resize, kind = settings["size"], settings["resize"], settings["features"]
-        if "labels" in protocol.needs:
-            _ = self.sets  # labels are checked before the backbone is
-        feature_types.check(self.target.backbone, kind, size)
-        arguments = {k: v for k, v in arguments.items() if k not in EXTRACTION}
-        if "out" in protocol.parameters:
-            arguments["out"] = results.picture_folder(self.report.folder, new)
-        bank = self.target.settings.bank
-        extraction: dict[str, Any] = {"features": kind, "size": size, "resize": resize, "crops": "centre"}
-        extraction |= {"bank": bank} if bank != "fp32" else {}
-        common: dict[str, Any] = {"size": size, "resize": resize, "gpus": self.request.gpus, "bank": bank}
-        common |= {"backbone": self.target.name, "digest": self.target.digest}
-        common |= {"architecture": self.request.architecture, "channels": self.target.channels}
-        common["spare"] = store.absolute(self.report.folder)
-        if self.request.workers and not protocol.ranks:
-            self.note(f"{name}: the workers extract its features, and this process computes the rest")
-        if "suite" in protocol.needs:
-            root = self.request.folders["suite"]
-            digests: list[str] = []
-
-            def features_of(url: str) -> LabelledFeatures:
-                index = self.open(url)
-                samples = labelled_samples(index)
-                digests.append(data_digest(index, samples))
-                return self.features(index, Task(**common, url=url, samples=samples, kinds=[kind]))[kind]
-
-            extra = {"note": self.note, "model": self.target.network.name}
-            extra = {k: v for k, v in extra.items() if k in protocol.parameters}
-            outcome = protocol.run(features_of, root, **extra, **arguments)
-            return replace(outcome, settings={**extraction, **outcome.settings}), digest(sorted(digests))
-        sets, urls = self.sets, (self.request.train or "", self.request.test or self.request.train or "")
-        kinds = self.kinds(size, kind)
-        training, testing = (
-            Task(**common, url=store.absolute(url), samples=samples, kinds=kinds)
-            for url, samples in zip(urls, (sets.train_samples, sets.test_samples), strict=True)
-        )
-        if self.request.workers and protocol.ranks:
-            job = on_workers.FeatureJob(name, kind, training, testing, arguments)
-            outcome, images = on_workers.run_on_shares(job, self.request.workers, self.note)
-        else:
-            train, test = self.features(sets.train, training)[kind], self.features(sets.test, testing)[kind]
-            outcome, images = on_workers.run_on_own(name, train, test, world.local().device, arguments, self.note)
-        if not all(images):
-            option = "--test" if images[0] and self.request.test else "--train"
-            url = urls[option == "--test"]
-            raise UserError(f"{option} {url}: none of the labelled images in these shards decodes")
-        extraction |= {"train_images": images[0], "test_images": images[1]}
-        return replace(outcome, settings={**outcome.settings, **extraction}), sets.digest
-
-    def kinds(self, size: int, kind: str) -> list[str]:
-        """Return the types of features to extract in one forward pass: `kind`, and those that other protocols need.
-
-        The other protocols are those of the same command that use the same images."""
-        wanted = [kind]
+    def need(self, protocol: Protocol[Any]) -> Need[Any]:
+        """Return what a protocol needs, with all types of features to extract in one forward pass: its own, and those
+        that other protocols of the same command need of the same images."""
+        need = protocol.data()
+        if not isinstance(need, Features):
+            return need
+        kinds = [need.kind]
         for name in self.names:
-            other = self.request.settings_of(name).get("features", PROTOCOLS[name].features)
-            new = "labels" in PROTOCOLS[name].needs and other not in wanted
-            if new and feature_types.has(self.target.backbone, other, size):
-                wanted.append(other)
-        return wanted
+            other = PROTOCOLS[name].default
+            if isinstance(other, FeatureProtocol):
+                kind = self.request.settings_of(name).get("features", other.features)
+                if kind not in kinds and feature_types.has(self.target.backbone, kind, need.size):
+                    kinds.append(kind)
+        return replace(need, kinds=tuple(kinds))
 
-    def features(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
-        """Return the features of a task's samples of the index, from the cache or extracted now."""
-        return features(self.target, index, task, workers=self.request.workers, note=self.note)
-
-    @cached_property
-    def sets(self) -> ProbeSets:
-        """The labelled images of `--train` and `--test`. Raises UserError when a
-        classifier cannot be trained and tested on them."""
-        tested = self.open(self.request.test) if self.request.test else None
-        assert self.request.train
-        sets = ProbeSets.of(self.open(self.request.train), tested, None)
-        if sets is None:
-            raise UserError(f"--train {self.request.train}: these shards have no labels, and this protocol needs them")
-        sets.check()
-        for unread in filter(None, map(unread_labels, {id(i): i for i in (sets.train, sets.test)}.values())):
-            self.note(f"{unread}, and are left out")
-        return sets
-
-    @cached_property
-    def images(self) -> Index:
-        """The index of the images for protocols without labels."""
-        return self.open(self.request.test or self.request.train or "")
-
-    def open(self, url: str) -> Index:
-        """Open the index of the shards at a URL.
-
-        If the index cannot be written beside the shards, it is written to the folder of results."""
-        return open_index(url, self.report.folder, note=self.note, channels=self.target.channels)
+    def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
+        """Measure the backbone here or on workers; return the outcome and the digest of the data."""
+        protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
+        data = need.open(self.source)  # wrong data are found before the backbone is tried
+        # The workers have the GPUs, where another copy would be in their way.
+        backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
+        protocol.check(backbone)
+        run = run_store(self.report.folder)
+        folder = results.picture_folder(self.report.folder, new)
+        # A training has its checkpoints in the store, so that it continues on any machine.
+        workspace = Workspace(folder, self.note, f"{self.report.folder}/{folder.relative_to(run.view)}")
+        if workers and (protocol.ranks or not need.extracted):
+            outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)
+        else:
+            if workers:
+                self.note(f"{new.protocol}: the workers extract its features, and this process computes the rest")
+            outcome = measurement.run(backbone, self.source, workspace)
+        return outcome, need.digest(data)
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:

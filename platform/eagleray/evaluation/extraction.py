@@ -14,7 +14,6 @@ from eagleray.cluster.ray_map import ray_map
 from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
-from eagleray.data.index_of_ranks import open_on_all
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import embeddings, feature_cache
@@ -125,10 +124,9 @@ def embedded(
         yield kind, LabelledFeatures(torch.from_numpy(features[good]).to(FORMATS[task.bank]), labels)
 
 
-def own_features(task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
+def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
     """Return the task's types of features of this rank's share of its images, from the cache of this machine or
     extracted now. Called by all ranks together."""
-    index = open_on_all(task.open)
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")

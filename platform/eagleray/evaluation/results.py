@@ -99,7 +99,7 @@ def load(folder: str) -> list[Result]:
 
 
 def picture_folder(folder: str, new: Result) -> Path:
-    """Create the folder for the pictures of a new result on this machine, below that of results.json, and return it.
+    """Return the folder for the pictures of a new result on this machine, below that of results.json.
 
     The same evaluation again draws into its old folder. Any other has a folder in which its protocol has drawn nothing:
     pictures, pictures/2, pictures/3 and so on, or those below pictures/untrained."""
@@ -107,9 +107,7 @@ def picture_folder(folder: str, new: Result) -> Path:
     others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
     numbered = (base / str(n) for n in itertools.count(2))
-    out = run_store(folder).view / next(place for place in itertools.chain([base], numbered) if place not in taken)
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+    return run_store(folder).view / next(place for place in itertools.chain([base], numbered) if place not in taken)
 
 
 def add(folder: str, result: Result) -> None:

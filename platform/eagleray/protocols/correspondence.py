@@ -9,20 +9,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.view import View
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.catalogue import Correspondence
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import no_image_error, subset
 from eagleray.protocols.image_batches import batches
+from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric, sampling
 
 PAIRS = 10  # most similar pairs of an image that count
-IMAGES = 50_000  # as in the paper: ImageNet's validation images
 BATCH = 128  # images, two views of each
 # The paper says RandomGrayscale; the authors' code, which made the paper's numbers, makes every second view grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
@@ -63,18 +63,16 @@ def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int
 
 @torch.inference_mode()
 @in_eval_mode
-def correspondence(
-    backbone: Backbone, index: Index, *, size: PositiveInt, resize: PositiveInt, limit: PositiveInt = IMAGES
-) -> dict[str, float]:
+def correspondence(backbone: Backbone, index: Index, settings: Correspondence) -> Outcome:
     """Measure the accuracy of matches, from 0 to 1, and their error in pixels, as means over at most `limit` images.
 
     Every call uses the same images, and all ranks return the same numbers. Images that do not decode are left out.
 
     Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
-    mine = np.array_split(subset(np.arange(len(index)), limit), dist.size())[dist.rank()]
+    mine = np.array_split(subset(np.arange(len(index)), settings.limit), dist.size())[dist.rank()]
     parts = [np.empty((0, 2))]
-    for samples, crops in batches(index, mine, size, resize, BATCH):
+    for samples, crops in batches(index, mine, settings.size, settings.resize, BATCH):
         # In float32 also on a GPU: neighbouring patches differ by little.
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
@@ -83,7 +81,8 @@ def correspondence(
     if not len(each):
         raise no_image_error(index)
     accuracy, error = each.mean(0).tolist()
-    return {"correspondence/accuracy": accuracy, "correspondence/error": error, "correspondence/images": len(each)}
+    numbers = {"accuracy": accuracy, "error": error, "images": len(each)}
+    return Outcome({f"correspondence/{name}": value for name, value in numbers.items()})
 
 
 def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:

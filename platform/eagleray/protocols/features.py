@@ -1,6 +1,8 @@
 """Extract the features of a frozen backbone for the images in shards."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.digests import digest
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.feature_types import read
@@ -31,6 +34,58 @@ class LabelledFeatures(NamedTuple):
 
     x: Tensor  # (n, D) features, not normalised
     y: Tensor  # (n,) classes
+
+
+class Extracted(NamedTuple):
+    """The features of a training and a test set, those of this rank's share or all of them."""
+
+    train: LabelledFeatures
+    test: LabelledFeatures
+    images: tuple[int, int]  # of both sets on all ranks
+
+
+@dataclass(frozen=True)
+class FrozenFeatures:
+    """Frozen features of labelled images, which are extracted when they are first read."""
+
+    extract: Callable[[], Extracted]
+    digest: str = ""  # of the images and their labels
+    bank: Bank = "fp32"  # the format in which they are kept
+
+    @cached_property
+    def _extracted(self) -> Extracted:
+        return self.extract()
+
+    @property
+    def train(self) -> LabelledFeatures:
+        """The features to train on, with classes that are numbered from 0."""
+        return self._extracted.train
+
+    @property
+    def test(self) -> LabelledFeatures:
+        """The features to test on."""
+        return self._extracted.test
+
+    @property
+    def images(self) -> tuple[int, int]:
+        """The numbers of training and of test images, on all ranks."""
+        return self._extracted.images
+
+
+@dataclass(frozen=True)
+class SuiteFeatures:
+    """Frozen features of many data sets."""
+
+    root: str  # folder or URL of the data sets
+    read: Callable[[str], LabelledFeatures]  # extracts the features of the shards at a URL
+    model: str = ""  # timm name of the backbone
+    digests: list[str] = field(default_factory=list)  # of the data sets that were read
+    bank: Bank = "fp32"  # the format in which they are kept
+
+    @property
+    def digest(self) -> str:
+        """The digest of all data sets that were read."""
+        return digest(sorted(self.digests))
 
 
 def extract_pooled(

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
+from eagleray.protocols.catalogue import Knn
 from eagleray.protocols.feature_shards import Shard, count_classes
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
@@ -27,18 +27,10 @@ NOTHING = torch.iinfo(torch.int64).min  # the key of no feature
 LOW = 2**32 - 1  # the bits of a key that hold the position
 
 
-def knn(
-    train: LabelledFeatures,
-    test: LabelledFeatures,
-    *,
-    k: PositiveInt = 20,
-    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200),
-    temperature: PositiveFloat = 0.07,
-) -> Outcome:
+def knn(train: LabelledFeatures, test: LabelledFeatures, settings: Knn = Knn()) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 accuracy for each number of neighbours
-    in `ks`.
-
-    The features are those of this rank. The default `ks` are the numbers of neighbours that DINO reports."""
+    in `ks`. The features are those of this rank."""
+    k, ks, temperature = settings.k, settings.ks, settings.temperature
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
     numbers = {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
     return Outcome(numbers, {"k": k, "ks": list(ks), "temperature": temperature})

@@ -11,37 +11,32 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.protocols.catalogue import Linear
 from eagleray.protocols.feature_shards import Shard, count_classes
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.outcome import Outcome
 
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # learning rates for a batch of 256; they scale linearly with the batch
-BATCH = 1024
+BATCH = 1024  # rows that are classified at a time
 
 
-def linear(
-    train: LabelledFeatures,
-    test: LabelledFeatures,
-    *,
-    epochs: PositiveInt = 100,
-    batch: PositiveInt = BATCH,
-    rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = RATES,
-    scaled: bool = True,
-    seed: NonNegativeInt = 0,
-) -> Outcome:
+def linear(train: LabelledFeatures, test: LabelledFeatures, settings: Linear = Linear()) -> Outcome:
     """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
 
-    The scripts of the papers print the latter. The features are those of this rank. `rates` are the learning rates of
-    the sweep, for a batch of 256. `scaled` centres the features and divides them by a single scale."""
+    The scripts of the papers print the latter. The features are those of this rank."""
+    epochs, batch, rates, scaled, seed = (
+        settings.epochs,
+        settings.batch,
+        settings.rates,
+        settings.scaled,
+        settings.seed,
+    )
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
@@ -50,9 +45,8 @@ def linear(
     curve = torch.stack(by_epoch)[:, best_rate]  # (epochs,)
     numbers = {"top1": float(curve[-1]), "best": float(curve.max()), "best_epoch": int(curve.argmax()) + 1}
     numbers["lr"] = rates[best_rate]
-    settings = {"epochs": epochs, "batch": min(batch, split.train.total), "rates": list(rates), "scaled": scaled}
-    settings["seed"] = seed
-    return Outcome({f"linear/{name}": value for name, value in numbers.items()}, settings)
+    details = {"epochs": epochs, "batch": min(batch, split.train.total), "rates": list(rates), "scaled": scaled}
+    return Outcome({f"linear/{name}": value for name, value in numbers.items()}, details | {"seed": seed})
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,20 @@ once. B images, D features, C classes, R learning rates.
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.index import Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import feature_types
 from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
+from eagleray.protocols.catalogue import LinearAugmented
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.feature_shards import BATCH
@@ -32,9 +30,9 @@ from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.protocols.label_subset import choose
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ONE_IN, ProbeSets
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
 
-RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # for a batch of 256; they scale linearly with the batch
 HELD_OUT = 50_000  # images at most that pick the learning rate
 
 
@@ -42,37 +40,27 @@ HELD_OUT = 50_000  # images at most that pick the learning rate
 def linear_augmented(
     backbone: Backbone,
     sets: ProbeSets,
-    out: Path,
-    note: Note,
-    *,
-    size: PositiveInt,
-    resize: PositiveInt,
-    features: str = "pooled",
-    epochs: PositiveInt = 100,
-    batch: PositiveInt = 1024,
-    rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = RATES,
-    labels: float | str = 1.0,
-    seed: NonNegativeInt = 0,
-    checkpoints: str | None = None,
+    settings: LinearAugmented,
+    workspace: Workspace,
 ) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent after the last epoch, and after the epoch with the highest top-1 on
     the test set, which the papers' scripts print.
 
-    `size` is the side of the crops and `resize` the short side of test images in pixels, `features` one of the types of
-    features. `labels` is the share of the labels, or a file with the keys of the images. Of several learning rates, a
-    tenth of the training images picks one; `Classifiers` says how. Calling the function again with the same arguments
-    continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by default `out`. Called by
+    Of several learning rates, a tenth of the training images picks one; `Classifiers` says how. Calling the function
+    again with the same arguments continues a training that was stopped, from its checkpoint in the workspace. Called by
     all ranks together, which share the images.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
-    sets, device = choose(sets, labels, seed), next(backbone.parameters()).device
+    seed, batch, epochs, rates = settings.seed, settings.batch, settings.epochs, settings.rates
+    size, resize, features, note = settings.size, settings.resize, settings.features, workspace.note
+    sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
     feature_types.check(backbone, features, size)
     batches = AugmentedBatches.of(
         sets.train, sets.train_samples, size=size, batch=batch, epochs=epochs, seed=seed, device=device, note=note
     )
-    settings: dict[str, Any] = {"epochs": epochs, "batch": batch, "rates": list(rates), "labels": labels, "seed": seed}
-    settings |= {"features": features, "size": size, "resize": resize, "crops": "random"}
-    settings |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
+    details: dict[str, Any] = {"epochs": epochs, "batch": batch, "rates": list(rates), "labels": settings.labels}
+    details |= {"seed": seed, "features": features, "size": size, "resize": resize, "crops": "random"}
+    details |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
     classes = class_numbers(sets.train, sets.train_samples, device)
     kept_out = subset(sets.train_samples, max(len(sets.train_samples) // ONE_IN, 1))
     extract = partial(centre_crops, backbone, classes, size=size, resize=resize, kind=features)
@@ -86,7 +74,7 @@ def linear_augmented(
         held_out=mask(kept_out, len(sets.train), device) if len(rates) > 1 else None,
         seed=seed,
     ).to(device)
-    name = f"linear_augmented-{digest(settings, sets.digest, weights_digest(backbone))[:8]}"
+    name = f"linear_augmented-{digest(details, sets.digest, weights_digest(backbone))[:8]}"
     fine_tune(
         "linear_augmented",
         net,
@@ -97,13 +85,13 @@ def linear_augmented(
         lr=lambda at: sum(rates) * batch / 256 * 0.5 * (1 + math.cos(math.pi * int(at.epoch) / epochs)),
         weight_decay=0.0,
         seed=seed,
-        folder=f"{checkpoints or out}/{name}",
-        scratch=out / name,
+        folder=f"{workspace.checkpoints}/{name}",
+        scratch=workspace.out / name,
         note=note,
     )
     picked = net.pick(extract(sets.train, subset(kept_out, HELD_OUT))) if len(rates) > 1 else 0
     found = without_trivial(summary(net.curve[:, picked].cpu()), len(classes), note) | {"lr": rates[picked]}
-    return Outcome({f"linear_augmented/{number}": value for number, value in found.items()}, settings)
+    return Outcome({f"linear_augmented/{number}": value for number, value in found.items()}, details)
 
 
 def summary(curve: Tensor) -> dict[str, float]:

@@ -7,18 +7,17 @@ Over the weights W and the biases, scikit-learn's L-BFGS minimises the sum of th
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
 from eagleray.protocols import logistic_shards
+from eagleray.protocols.catalogue import Logistic
 from eagleray.protocols.classification_scores import Array
 from eagleray.protocols.feature_shards import Shard
 from eagleray.protocols.features import LabelledFeatures
@@ -144,15 +143,13 @@ def loss(scores: Array, y: Array) -> float:
 def logistic(
     train: LabelledFeatures,
     test: LabelledFeatures,
-    *,
-    metric: Literal["top1", "mean_per_class", "roc_auc"] = "top1",
-    seed: NonNegativeInt = 0,
+    settings: Logistic = Logistic(),
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Measure `metric` in percent on images that have one class each.
 
     The labels may be any numbers. A fifth of the training images of each class is held out to pick lambda."""
-    return probe(train, None, test, metric=metric, seed=seed, note=note)
+    return probe(train, None, test, metric=settings.metric, seed=settings.seed, note=note)
 
 
 def probe(

@@ -15,16 +15,17 @@ from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.class_names import check_class_names
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures, extract_pooled, labelled_samples, subset
 from eagleray.protocols.image_batches import THREADS, Reading
-from eagleray.protocols.registry import PROTOCOLS
+from eagleray.protocols.knn import knn
+from eagleray.protocols.linear import linear
 from eagleray.protocols.settings import Evaluate
 
 RUN_PROTOCOLS = ("knn", "linear")  # the protocols that a run measures; they need labels
 RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # the numbers of these protocols that a run records
-SHORT = {"knn": {"ks": ()}}  # settings that spare a run the numbers that it does not record
 ONE_IN = 10  # without a test set, one labelled sample in so many is held out
 
 
@@ -114,12 +115,12 @@ def evaluate(
     if not all(map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))):
         return {}
     train, test = renumber(train, test, next(backbone.parameters()).device)
-    out: dict[str, float] = {}
-    for name in protocols:
-        if name == "linear" and not settings.probe_epochs:
-            continue
-        numbers = PROTOCOLS[name].run(train, test, **settings.of(name), **SHORT.get(name, {})).numbers
-        out |= {key: value for key, value in numbers.items() if key in RECORDED}
+    numbers: dict[str, float] = {}
+    if "knn" in protocols:  # without the further numbers of neighbours, which a run does not record
+        numbers |= knn(train, test, Knn(**Knn.of_recipe(settings), ks=())).numbers
+    if "linear" in protocols and settings.probe_epochs:
+        numbers |= linear(train, test, Linear(**Linear.of_recipe(settings))).numbers
+    out = {key: value for key, value in numbers.items() if key in RECORDED}
     return json.loads(dist.gather_objects(json.dumps(out))[0])  # type: ignore[no-any-return]
 
 

@@ -1,120 +1,162 @@
-"""Describe an evaluation protocol: the function that computes its numbers, the data that it needs and its settings."""
+"""Define an evaluation protocol: a class of its settings that says what data it needs, and measures a backbone on them.
 
-import importlib
-import inspect
+The classes are imported by light commands, so the module that computes the numbers is imported in `run` alone."""
+
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from pydantic import PositiveInt, PydanticUserError, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, PositiveInt, ValidationError
 from yaml import YAMLError
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import signature, yaml_text
+from eagleray.config import yaml_text
 from eagleray.config.written import validated
+from eagleray.protocols.needs import Features, Images, Need
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.settings import Evaluate
 
-# The data that a protocol may need, and the options of `eagleray evaluate` that name it.
-DATA_OPTIONS = {
-    "labels": "--train URL of labelled shards",
-    "labelled": "--train URL of labelled shards",
-    "images": "--train or --test URL",
-    "coco": "--coco DIR",
-    "masks": "--masks DIR",
-    "davis": "--davis DIR",
-    "frames": "--frames DIR",
-    "suite": "--suite ROOT",
-}
-# Of them, those that are read or drawn as photographs.
-RGB_ONLY = ("images", "suite", "coco", "masks", "davis", "frames")
-PASSED = ("out", "note", "model", "checkpoints", "elsewhere")  # arguments that are no settings
-# Settings of every protocol on frozen features; they belong to the extraction, which protocols share.
-EXTRACTION: dict[str, Any] = {"size": PositiveInt, "resize": PositiveInt, "features": str}
+if TYPE_CHECKING:  # the names stand in the types of data
+    from eagleray.data.index import Index  # noqa: F401
+    from eagleray.models.backbone import Backbone
+    from eagleray.protocols.features import FrozenFeatures  # noqa: F401
+
+D = TypeVar("D")
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """An evaluation protocol: a function that returns an Outcome, and the data and settings that it is called with.
+class Workspace:
+    """Where a protocol writes its files and its lines about the progress."""
 
-    The positional arguments of the function depend on `needs`:
-
-    * With "labels", they are the features of a training set and those of a test set.
-    * With "suite", they are a function that returns the features of the shards at a URL, and the URL of the suite's
-      folder.
-    * Otherwise, they are the backbone, then what the protocol needs: with "labelled" the labelled images as ProbeSets,
-      with "images" the images as an Index, else a folder.
-
-    Its keyword-only arguments are the settings of the protocol, except for those of PASSED: `out`, a folder for
-    pictures; `note`, a function that is called with lines about the progress; `model`, of "suite", the timm name of the
-    backbone; `checkpoints`, the folder or URL for checkpoints of a training; and `elsewhere`, a function that measures
-    parts of the data in other processes."""
-
-    about: str  # one line for `eagleray list protocols`
-    function: str  # module:function, which is imported when the protocol runs
-    needs: tuple[str, ...] = ()  # of DATA_OPTIONS, and "patches": a backbone with patch tokens
-    features: str = "pooled"  # the default type of frozen features
-    preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the function's defaults
-    ranks: bool = False  # whether the function may be called by all ranks of a process group, which share its work
+    folder: Path  # of this machine, for pictures and tables
+    note: Callable[[str], None] = print
+    store: str = ""  # folder or URL for the checkpoints of a training; empty: the same folder
 
     @property
-    def run(self) -> Callable[..., Outcome]:
-        """The function that computes the protocol's numbers, imported on first use."""
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    def out(self) -> Path:
+        """The folder for pictures and tables, which is made when it is first asked for."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
 
     @property
-    def frozen(self) -> bool:
-        """Return whether the protocol works on frozen features, which are extracted once for all such protocols."""
-        return not {"labels", "suite"}.isdisjoint(self.needs)
+    def checkpoints(self) -> str:
+        """The folder or URL for the checkpoints of a training."""
+        return self.store or str(self.folder)
+
+
+class Protocol(BaseModel, Generic[D]):
+    """An evaluation protocol, whose fields are its settings. It is given its data as a `D`."""
+
+    model_config = {**config.STRICT, "frozen": True}
+    about: ClassVar[str] = ""  # one line for `eagleray list protocols`
+    ranks: ClassVar[bool] = False  # whether all ranks of a process group may run it together, and share its work
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        """Return the settings that the recipe of a run determines."""
+        return {}
+
+    @abstractmethod
+    def data(self) -> Need[D]:
+        """Return the kind of data that it needs."""
+
+    def check(self, backbone: "Backbone") -> None:
+        """Raise UserError when the backbone cannot be measured with these settings. Called before `run`."""
+
+    @abstractmethod
+    def run(self, backbone: "Backbone", data: D, workspace: Workspace) -> Outcome:
+        """Measure a backbone. Of several ranks, rank 0 returns the outcome, and its workspace is the one that counts.
+
+        Raises UserError when a setting or the data are wrong."""
+
+
+class FrozenProtocol(Protocol[D], Generic[D]):
+    """A protocol on frozen features, which are extracted once for all such protocols."""
+
+    size: PositiveInt = Evaluate.size
+    resize: PositiveInt = Evaluate.resize
+    features: str = "pooled"
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"size": evaluate.size, "resize": evaluate.resize, "features": cls.model_fields["features"].default}
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols import feature_types
+
+        feature_types.check(backbone, self.features, self.size)
+
+
+class FeatureProtocol(FrozenProtocol["FrozenFeatures"]):
+    """A protocol on the frozen features of labelled images. With `ranks`, each rank has those of its share of them."""
+
+    def data(self) -> Features:
+        return Features(self.features, self.size, self.resize, shared=self.ranks)
+
+
+class ImageProtocol(Protocol["Index"]):
+    """A protocol on images without labels."""
+
+    size: PositiveInt  # of the images, in pixels
+
+    def data(self) -> Images:
+        return Images()
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols.eval_mode import check_images
+
+        check_images(backbone, self.size)
+
+
+class PatchProtocol(ImageProtocol):
+    """A protocol on the patches of images without labels."""
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols.eval_mode import check_patches
+
+        check_patches(backbone, self.size)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A protocol under a name of `eagleray list protocols`."""
+
+    kind: type[Protocol[Any]]
+    about: str = ""  # one line; empty: that of the class
+    preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the defaults of the class
 
     @property
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters of the function by name."""
-        return dict(inspect.signature(self.run).parameters)
-
-    @property
-    def keywords(self) -> signature.Fields:
-        """The types and defaults of the settings that the function takes, read without importing the function."""
-        module, _, name = self.function.partition(":")
-        own = signature.fields(module, name, skip=PASSED)
-        return {name: field for name, field in own.items() if is_text(field[0])}
+    def default(self) -> Protocol[Any]:
+        """The protocol with its default settings, as far as there are any."""
+        return self.kind.model_construct(**self.preset)
 
     @property
     def settings(self) -> list[str]:
-        """The names of all settings of the protocol, including those of the feature extraction."""
-        own = list(self.keywords)
-        return own + [name for name in EXTRACTION if self.frozen and name not in own]
+        """The names of all settings of the protocol, those of the extraction of features last."""
+        last = FrozenProtocol.model_fields if issubclass(self.kind, FrozenProtocol) else ()
+        return sorted(self.kind.model_fields, key=lambda name: name in last)
 
     def __str__(self) -> str:
-        defaults = {"size": "of the recipe", "resize": "of the recipe", "features": self.features}
-        own = {name: default for name, (_, default) in self.keywords.items()} | dict(self.preset)
-        defaults |= {n: v for n, v in own.items() if v is not ...}
-        needs = "; ".join(DATA_OPTIONS[n] for n in self.needs if n in DATA_OPTIONS) or "no data"
-        return f"{self.about}; {needs}; " + ", ".join(f"--{n} {as_option(defaults[n])}" for n in self.settings)
+        defaults = {name: field.default for name, field in self.kind.model_fields.items() if not field.is_required()}
+        defaults |= self.preset
+        of_recipe = self.kind.of_recipe(Evaluate()).keys() & {"size", "resize"}
+        shown = ["of the recipe" if n in of_recipe else as_option(defaults.get(n, "required")) for n in self.settings]
+        options = ", ".join(f"--{name} {value}" for name, value in zip(self.settings, shown, strict=True))
+        return f"{self.about or self.kind.about}; {self.default.data().words}; {options}"
 
     def parse(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert settings to the types that the function's signature declares.
-
-        Raises UserError for a value that does not have the declared type."""
-        hints = {name: hint for name, (hint, _) in self.keywords.items()} | EXTRACTION
-        model = create_model("settings", __config__=config.STRICT, **{k: (hints[k], ...) for k in settings})  # type: ignore[call-overload]
+        """Convert settings to the types of the class. Raises UserError for a value that is not of its type."""
+        fields = self.kind.model_fields
+        given = {name: parse_option(value, fields[name].annotation) for name, value in settings.items()}
         try:
-            typed = validated(model.model_validate, {k: parse_option(v, hints[k]) for k, v in settings.items()})
+            protocol = validated(self.kind.model_validate, given)
         except ValidationError as e:
-            raise UserError("; ".join(f"--{line}" for line in config.explain(e, model))) from None
-        return {k: getattr(typed, k) for k in settings}
-
-
-def is_text(hint: Any) -> bool:
-    """Return whether a value of this type can be written on the command line, which is not the case for a function or a
-    tensor."""
-    try:
-        TypeAdapter(hint).json_schema()
-    except PydanticUserError:
-        return False
-    return True
+            raise UserError("; ".join(f"--{line}" for line in config.explain(e, self.kind))) from None
+        return {name: getattr(protocol, name) for name in settings}
 
 
 def as_option(value: Any) -> str:

@@ -6,19 +6,17 @@ SGD with Nesterov's momentum 0.9, no warm-up, no weight decay, and random crops 
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.index import Note
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
+from eagleray.protocols.catalogue import SemiSupervised
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import check_images, in_eval_mode
@@ -26,6 +24,7 @@ from eagleray.protocols.fine_tuning import Trainee, fine_tune
 from eagleray.protocols.label_subset import choose
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
 
 
@@ -33,35 +32,26 @@ from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, withou
 def semi_supervised(
     backbone: Backbone,
     sets: ProbeSets,
-    out: Path,
-    note: Note,
-    *,
-    size: PositiveInt,
-    resize: PositiveInt,
-    labels: float | str = 0.01,
-    epochs: PositiveInt = 60,
-    batch: PositiveInt = 4096,
-    lr: PositiveFloat = 0.05,
-    seed: NonNegativeInt = 0,
-    checkpoints: str | None = None,
+    settings: SemiSupervised,
+    workspace: Workspace,
 ) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent of a copy of the backbone that is trained on a few labels.
 
-    `labels` is the share of the labels, or a file with the keys of the images. `lr` is the learning rate for a batch of
-    256; it scales linearly. `size` is the side of the crops and `resize` the short side of test images in pixels.
     Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in
-    the folder `checkpoints`, by default `out`. Called by all ranks together, which share the images.
+    the workspace. Called by all ranks together, which share the images.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
-    sets, device = choose(sets, labels, seed), next(backbone.parameters()).device
+    size, resize, epochs, batch = settings.size, settings.resize, settings.epochs, settings.batch
+    lr, seed, note = settings.lr, settings.seed, workspace.note
+    sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
     check_images(backbone, size)
     batches = AugmentedBatches.of(
         sets.train, sets.train_samples, size=size, batch=batch, epochs=epochs, seed=seed, device=device, note=note
     )
-    settings: dict[str, Any] = {"epochs": epochs, "batch": batch, "lr": lr, "labels": labels, "seed": seed}
-    settings |= {"size": size, "resize": resize, "crops": "random"}
-    settings |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
-    name = f"semi_supervised-{digest(settings, sets.digest, weights_digest(backbone))[:8]}"
+    details: dict[str, Any] = {"epochs": epochs, "batch": batch, "lr": lr, "labels": settings.labels, "seed": seed}
+    details |= {"size": size, "resize": resize, "crops": "random"}
+    details |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
+    name = f"semi_supervised-{digest(details, sets.digest, weights_digest(backbone))[:8]}"
     net = Classifier(backbone, class_numbers(sets.train, sets.train_samples, device), seed).to(device)
     fine_tune(
         "semi_supervised",
@@ -73,8 +63,8 @@ def semi_supervised(
         lr=lambda at: lr * batch / 256 * 0.5 * (1 + math.cos(math.pi * at.step / batches.steps)),
         weight_decay=0.0,
         seed=seed,
-        folder=f"{checkpoints or out}/{name}",
-        scratch=out / name,
+        folder=f"{workspace.checkpoints}/{name}",
+        scratch=workspace.out / name,
         note=note,
     )
     test = centre_crops(
@@ -82,7 +72,7 @@ def semi_supervised(
     )
     [[top1, top5]] = top_accuracies(net.scores, test, 1).tolist()
     found = without_trivial({"top1": top1, "top5": top5}, len(net.classes), note)
-    return Outcome({f"semi_supervised/{number}": value for number, value in found.items()}, settings)
+    return Outcome({f"semi_supervised/{number}": value for number, value in found.items()}, details)
 
 
 class Classifier(Trainee):

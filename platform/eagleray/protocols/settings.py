@@ -1,6 +1,6 @@
 """The `evaluate` section of a recipe: how a run evaluates its backbone during training and at its end."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -29,9 +29,3 @@ class Evaluate:
     def __post_init__(self) -> None:
         if self.resize < self.size:
             raise ValueError(f"resize={self.resize} is smaller than the crop of size={self.size}")
-
-    def of(self, protocol: str) -> dict[str, Any]:
-        """The settings of one protocol that this section of the recipe determines."""
-        if protocol == "knn":
-            return {"k": self.k, "temperature": self.temperature}
-        return {"epochs": self.probe_epochs or EPOCHS} if protocol == "linear" else {}

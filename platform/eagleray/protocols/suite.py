@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import NonNegativeInt
 
 from eagleray.base.errors import UserError
 from eagleray.datasets import multilabel
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources import files
-from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.catalogue import SuiteOf18
+from eagleray.protocols.features import LabelledFeatures, SuiteFeatures
 from eagleray.protocols.logistic import probe
 from eagleray.protocols.outcome import Outcome
 from eagleray.storage import store
@@ -55,31 +55,25 @@ SUPERVISED = {
 
 
 def suite(
-    features: Callable[[str], LabelledFeatures],
-    root: str,
-    *,
-    reference: str | None = None,
-    seed: NonNegativeInt = 0,
-    model: str = "",
-    note: Callable[[str], None] = lambda _: None,
+    data: SuiteFeatures, settings: SuiteOf18 = SuiteOf18(), note: Callable[[str], None] = lambda _: None
 ) -> Outcome:
     """Run the logistic probe on every dataset of the suite whose shards are in ROOT/NAME/SPLIT.
 
-    `features` is a function that returns the features of the shards at a URL. The numbers are the metric of each
+    The numbers are the metric of each
     dataset in percent and the mean of these. With results to compare with, they are also the mean of those on the same
     datasets, and the number of datasets on which the backbone beats them: the suite's results in the folder `reference`
-    of another evaluation, or without one the published results of the supervised backbone whose timm name is `model`.
+    of another evaluation, or without one the published results of the supervised backbone of the same timm name.
     The settings list the datasets that are missing or cannot be used, with the reason.
 
     Raises UserError when no dataset can be used, or when the folder holds no results of the suite."""
-    others = read_reference(reference) if reference else published(model)
-    root = store.absolute(root).rstrip("/")
+    others = read_reference(settings.reference) if settings.reference else published(data.model)
+    root = store.absolute(data.root).rstrip("/")
     numbers: dict[str, float] = {}
     details: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, row in SUITE.items():
         try:
-            outcome = score(features, f"{root}/{name}", name, seed)
+            outcome = score(data.read, f"{root}/{name}", name, settings.seed)
         except UserError as e:
             missing[name] = str(e)
             note(f"{name}: left out: {e}")
@@ -89,8 +83,8 @@ def suite(
         note(f"{name}: {row.metric} {numbers[name]:.2f} %")
     if not numbers:
         raise UserError(f"{root}: none of the {len(SUITE)} datasets can be used; {next(iter(missing.values()))}")
-    settings = {"missing": ", ".join(missing) or "none", "reasons": missing, **details}
-    return Outcome({f"suite/{k}": v for k, v in (numbers | _summary(numbers, others)).items()}, settings)
+    details = {"missing": ", ".join(missing) or "none", "reasons": missing, **details}
+    return Outcome({f"suite/{k}": v for k, v in (numbers | _summary(numbers, others)).items()}, details)
 
 
 def published(model: str) -> dict[str, float]:

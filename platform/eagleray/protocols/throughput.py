@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,23 +20,16 @@ from eagleray.base.errors import UserError
 from eagleray.engine.precision import autocast, format_name
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import plain
+from eagleray.protocols.catalogue import Throughput
 from eagleray.protocols.eval_mode import check_images
 from eagleray.protocols.outcome import Outcome
 
 MIB = 2**20
 
 
-def throughput(
-    backbone: Backbone,
-    *,
-    size: PositiveInt,
-    batch: PositiveInt | None = None,
-    rounds: PositiveInt = 10,
-    out: Path | None = None,
-    note: Callable[[str], None] = lambda line: None,
-) -> Outcome:
+def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], None] = lambda _: None) -> Outcome:
     """Measure parameters, multiply-adds, speed and memory on images of `size` pixels, in batches of 128, or of 4 on a
-    CPU, and in the precision in which runs train. Nothing is written to `out`, and the backbone is not changed.
+    CPU, and in the precision in which runs train. The backbone is not changed.
 
     throughput/params_m       million parameters, without a classifier
     throughput/gmacs          1e9 multiply-adds of one image's forward pass, which papers call GFLOPs
@@ -49,7 +41,8 @@ def throughput(
     Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory.
     """
     device = next(backbone.parameters()).device
-    batch = batch or (128 if devices.is_accelerator(device) else 4)
+    size, rounds = settings.size, settings.rounds
+    batch = settings.batch or (128 if devices.is_accelerator(device) else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
     net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
     images = torch.randn(batch, backbone.channels, size, size, device=device)
@@ -65,9 +58,9 @@ def throughput(
         }
     except torch.OutOfMemoryError:
         raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
-    settings: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": devices.name(device)}
-    settings |= {"precision": format_name(device), "threads": torch.get_num_threads()}
-    return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, settings)
+    details: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": devices.name(device)}
+    details |= {"precision": format_name(device), "threads": torch.get_num_threads()}
+    return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, details)
 
 
 def forward(net: nn.Module, images: Tensor) -> None:

@@ -14,6 +14,7 @@ from torchvision.ops import box_iou
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
+from eagleray.protocols.dense_catalogue import Detection
 from eagleray.protocols.detection import coco_values
 from eagleray.protocols.detection import data as data
 from eagleray.protocols.detection import detection as protocol
@@ -21,6 +22,7 @@ from eagleray.protocols.detection import heads as heads
 from eagleray.protocols.detection import scores as scoring
 from eagleray.protocols.detection import train as training
 from eagleray.protocols.detection.pyramid import FeaturePyramid
+from eagleray.protocols.protocol import Workspace
 
 VIT = {"embed_dim": 24, "depth": 4, "num_heads": 3}
 SWIN = {"embed_dim": 24, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 3, 6]}
@@ -383,14 +385,14 @@ def test_order_does_not_depend_on_where_it_begins(coco: Path, tiny: str):
 def test_the_protocol_trains_a_copy_and_does_not_train_twice(coco: Path, tiny: str, tmp_path: Path):
     backbone, said = resnet(), list[str]()
     before = {k: v.clone() for k, v in backbone.state_dict().items()}
-    first = protocol.detection(backbone, coco, tmp_path, said.append, schedule=tiny)
+    first = protocol.detection(backbone, coco, Detection(schedule=tiny), Workspace(tmp_path, said.append))
     assert all(v.equal(before[k]) for k, v in backbone.state_dict().items())
     assert any("step 3/3" in line and "ETA" in line for line in said)
     assert {"detection/box_ap", "detection/mask_ap", "detection/box_ap50"} <= first.numbers.keys()
     assert first.settings["epochs"] == 3
     assert all(p.is_file() for p in first.pictures)
     said.clear()
-    again = protocol.detection(backbone, coco, tmp_path, said.append, schedule=tiny)
+    again = protocol.detection(backbone, coco, Detection(schedule=tiny), Workspace(tmp_path, said.append))
     assert again.numbers == first.numbers
     assert "continues after step 3 of 3" in said[1]
     assert not any("ETA" in line for line in said)
@@ -423,7 +425,7 @@ def test_other_categories_in_val_are_refused(coco: Path, tiny: str, tmp_path: Pa
     file = coco / "annotations" / "instances_val.json"
     file.write_text(file.read_text().replace('"bright"', '"white"'))
     with pytest.raises(UserError, match="its categories differ from those of"):
-        protocol.detection(resnet(), coco, tmp_path, print, schedule=tiny)
+        protocol.detection(resnet(), coco, Detection(schedule=tiny), Workspace(tmp_path, print))
 
 
 def test_a_validation_image_of_another_size_is_known_before_the_training(coco: Path, tiny: str, tmp_path: Path):
@@ -433,7 +435,7 @@ def test_a_validation_image_of_another_size_is_known_before_the_training(coco: P
     file.write_text(json.dumps(tree))
     notes: list[str] = []
     with pytest.raises(UserError, match=r"pixels; .*instances_val.json says"):
-        protocol.detection(resnet(), coco, tmp_path / "out", notes.append, schedule=tiny)
+        protocol.detection(resnet(), coco, Detection(schedule=tiny), Workspace(tmp_path / "out", notes.append))
     assert not any("step" in note for note in notes)
 
 
@@ -444,6 +446,6 @@ def test_squares_are_learnt_by_heart(coco: Path, tmp_path: Path):
     (coco / "annotations" / "instances_val.json").write_text(train.read_text())
     path = tmp_path / "long.yaml"
     path.write_text(json.dumps({**SMALL, "epochs": 150, "channels": 32, "lr": {"value": 2e-3, "warmup": 5, "end": 0}}))
-    outcome = protocol.detection(resnet(), coco, tmp_path, print, schedule=str(path))
+    outcome = protocol.detection(resnet(), coco, Detection(schedule=str(path)), Workspace(tmp_path, print))
     assert outcome.numbers["detection/box_ap"] > 50
     assert outcome.numbers["detection/mask_ap"] > 50

@@ -11,9 +11,9 @@ from helpers.annotated import coco
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
+from eagleray.protocols.dense_catalogue import Positives
 from eagleray.protocols.detection.data import Example
 from eagleray.protocols.detection.positives import class_map, positive_neighbours, positives
-from eagleray.protocols.protocol import Protocol
 from eagleray.protocols.registry import PROTOCOLS
 
 
@@ -71,20 +71,20 @@ class Red(nn.Module):
 def test_a_backbone_that_sees_the_objects_chooses_the_positives(tmp_path: Path):
     """The square of each of two images covers whole patches and parts of others."""
     folder: Any = coco(tmp_path, 2)
-    found = positives(Red(1.0), folder, size=32, chosen=1)
+    found = positives(Red(1.0), folder, Positives(size=32, chosen=1))
     assert found["positives/images"] == 2
     assert 0 < found["positives/chance"] < found["positives/precision"] <= 100
     assert 0 < found["positives/mean"] < 84 / 16  # of a grid of 4 x 4 there are 84 neighbours
     assert found["positives/chance"] == pytest.approx(100 * found["positives/mean"] * 16 / 84)
     assert found["positives/on_objects"] != found["positives/mean"]
-    every = positives(Red(1.0), folder, size=32, chosen=8)
+    every = positives(Red(1.0), folder, Positives(size=32, chosen=8))
     assert every["positives/precision"] == pytest.approx(every["positives/chance"]), "all neighbours are chosen"
 
 
 def test_wrong_settings_are_one_line(tmp_path: Path):
-    protocol: Protocol = PROTOCOLS["positives"]
+    protocol = PROTOCOLS["positives"]
     assert protocol.parse({"chosen": "6"}) == {"chosen": 6}
     with pytest.raises(UserError, match=r"^--chosen: [^\n]*less than or equal to 8"):
         protocol.parse({"chosen": "9"})
     with pytest.raises(UserError, match=r"^--coco \S+: has neither annotations/instances_val.json nor"):
-        positives(Red(1.0), tmp_path)
+        positives(Red(1.0), tmp_path, Positives())

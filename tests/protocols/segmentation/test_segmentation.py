@@ -14,9 +14,11 @@ from timm.layers import DropPath
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
+from eagleray.protocols.dense_catalogue import Segmentation
 from eagleray.protocols.digests import weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.feature_maps import Maps
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.segmentation import data, heads, segmentation
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crop, crops, resized_shape
 from eagleray.protocols.segmentation.scores import SCALES, class_scores, confusion, probabilities, scores
@@ -294,7 +296,7 @@ def run(backbone: Backbone, folder: Path, out: Path, **more) -> tuple[dict[str, 
     notes: list[str] = []
     note = more.pop("note", notes.append)
     given = {"steps": 6, "batch": 2, "size": 32, "lr": 1e-3, "width": 32} | more
-    return dict(segmentation.segmentation(backbone, folder, out, note, **given).numbers), notes
+    return dict(segmentation.segmentation(backbone, folder, Segmentation(**given), Workspace(out, note)).numbers), notes
 
 
 def test_two_images_are_learnt_and_the_backbone_is_left_as_it_was(plain: Path, tmp_path: Path):

@@ -10,6 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from eagleray.base.errors import UserError
+from eagleray.protocols.dense_catalogue import Davis
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.video import davis as module
 from eagleray.protocols.video.davis import (
     colours,
@@ -176,7 +178,7 @@ def davis_folder(root: Path, *, year: str, frames: int = 5, palette: bool = Fals
 def test_colours_follow_coloured_squares(tmp_path: Path, year: str, palette: bool, objects: int, capsys):
     torch.manual_seed(0)
     root = davis_folder(tmp_path / "davis", year=year, palette=palette)
-    found = davis(vit(32, 8, 12, 2, 2), root, out=tmp_path / "out", size=64)
+    found = davis(vit(32, 8, 12, 2, 2), root, Davis(size=64), Workspace(tmp_path / "out"))
     numbers = found.numbers
     assert numbers["davis/colours_J"] > 85
     assert numbers["davis/colours_F"] > 85

@@ -15,6 +15,8 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import Index, open_index
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.models.backbone import Backbone, Features
+from eagleray.protocols.catalogue import Attention, Components, Neighbours, Pairs
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import attention as module
 from eagleray.protocols.visual import draw, explore
 from eagleray.protocols.visual.attention import attention, entropy, fewest_patches, maps
@@ -128,7 +130,7 @@ def test_entropy_in_bits():
 @pytest.mark.parametrize("name", ["vit", "swin"])
 def test_pictures_of_attention(index: Index, tmp_path: Path, name: str, capsys):
     backbone = small() if name == "vit" else Backbone(SWINS[0], options=SWIN)
-    found = attention(backbone, index, out=tmp_path, size=32, limit=5)
+    found = attention(backbone, index, Attention(size=32, limit=5), Workspace(tmp_path))
     grid = 4 if name == "vit" else 8
     each = [found.numbers[f"attention/entropy_head{h}"] for h in range(3)]
     assert found.numbers["attention/entropy"] == pytest.approx(np.mean(each), rel=1e-5)
@@ -154,13 +156,13 @@ def test_heads_and_points_are_the_user_s(index: Index, tmp_path: Path, monkeypat
         return path
 
     monkeypatch.setattr(draw, "sheet", sheet)
-    attention(small(), index, out=tmp_path, size=32, limit=2, heads=2, points=(0.3, 0.6, 1.0, 0.0))
+    attention(small(), index, Attention(size=32, limit=2, heads=2, points=(0.3, 0.6, 1.0, 0.0)), Workspace(tmp_path))
     assert [len(tiles) for tiles in sheets.values()] == [3, 3, 3]
     assert [tile.points for tile in sheets["attention-queries"][1:]] == [[(0.3, 0.6)], [(1.0, 0.0)]]
     bits = [float(tile.title.split()[2]) for tile in sheets["attention-heads"][1:]]
     assert bits == sorted(bits, reverse=True)
     with pytest.raises(UserError, match=r"points=\[0.3\]: expected x and y of each point"):
-        attention(small(), index, out=tmp_path, size=32, points=(0.3,))
+        attention(small(), index, Attention(size=32, points=(0.3,)), Workspace(tmp_path))
 
 
 def test_heads_of_a_vit_at_a_point(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -172,7 +174,9 @@ def test_heads_of_a_vit_at_a_point(index: Index, tmp_path: Path, monkeypatch: py
     for which, query in (("token", ()), ("point", (0.1, 0.9))):
         monkeypatch.setattr(draw, "heat_overlay", lambda x, m, w=which: seen[w].append(m) or whole(x, m))
         monkeypatch.setattr(draw, "sheet", lambda rows, path, _: sheets.update({path.stem: rows["image 0"]}) or path)
-        attention(small(), index, out=tmp_path, size=32, limit=1, heads=3, query=query, points=(0.1, 0.9))
+        attention(
+            small(), index, Attention(size=32, limit=1, heads=3, query=query, points=(0.1, 0.9)), Workspace(tmp_path)
+        )
         assert [tile.points for tile in sheets["attention-heads"]] == [[query] if query else ()] * 4
     at_token, at_point = (torch.stack(seen[which][:3]) for which in seen)
     mean_at_point = seen["point"][3]  # of the picture of queries, which shows the mean over heads
@@ -180,7 +184,7 @@ def test_heads_of_a_vit_at_a_point(index: Index, tmp_path: Path, monkeypatch: py
     assert not torch.allclose(at_token.mean(0), mean_at_point)
     for wrong in ((0.3,), (0.3, 0.1, 0.2, 0.2)):
         with pytest.raises(UserError, match=r"query=.*: expected x and y of"):
-            attention(small(), index, out=tmp_path, size=32, query=wrong)
+            attention(small(), index, Attention(size=32, query=wrong), Workspace(tmp_path))
 
 
 def test_components_of_a_field_of_rank_three():
@@ -229,11 +233,11 @@ def test_doubles_are_each_others_nearest():
 
 
 def test_a_sheet_of_neighbours(index: Index, tmp_path: Path):
-    found = neighbours(small(), index, out=tmp_path, size=32, queries=8, k=1)
+    found = neighbours(small(), index, Neighbours(size=32, queries=8, k=1), Workspace(tmp_path))
     assert found.numbers["neighbours/same_class"] == 100  # as images come in twos
     assert found.numbers["neighbours/cosine"] == pytest.approx(1, abs=1e-5)
     assert Image.open(found.pictures[0]).height > 400
-    more = neighbours(small(), index, out=tmp_path, size=32, queries=3, k=40)
+    more = neighbours(small(), index, Neighbours(size=32, queries=3, k=40), Workspace(tmp_path))
     assert more.settings == {"size": 32, "images": 8, "queries": 3, "k": 7}
 
 
@@ -244,13 +248,13 @@ def test_images_without_labels_are_of_no_class(tmp_path: Path):
         write_shards(iter(part), str(tmp_path / name))
     index = open_index([str(tmp_path / "with"), str(tmp_path / "without")])
     assert index.labelled
-    found = neighbours(small(), index, out=tmp_path, size=32, queries=8, k=7)
+    found = neighbours(small(), index, Neighbours(size=32, queries=8, k=7), Workspace(tmp_path))
     share = 100 * 4 / 12  # each of four has three others with a label, of which one is its twin
     assert found.numbers["neighbours/same_class"] == pytest.approx(share)
 
 
 def test_a_picture_of_components(index: Index, tmp_path: Path):
-    found = components(small(), index, out=tmp_path, size=32, images=3)
+    found = components(small(), index, Components(size=32, images=3), Workspace(tmp_path))
     assert 0 < found.numbers["components/variance"] <= 100
     assert 0 < found.numbers["components/foreground"] < 100
     assert found.settings == {"size": 32, "images": 3, "grid": "4 x 4"}
@@ -291,13 +295,13 @@ def test_matched_views_know_the_truth(index: Index, tmp_path: Path, monkeypatch:
 
     for mirrored in (False, True):
         monkeypatch.setattr(explore, "second_views", lambda c, s, m=mirrored: same(c, s, m))
-        found = pairs(Places(), index, out=tmp_path, size=32, images=3)
+        found = pairs(Places(), index, Pairs(size=32, images=3), Workspace(tmp_path))
         assert found.numbers == {"pairs/right": 100, "pairs/error": pytest.approx(0, abs=1e-6)}
     assert Image.open(found.pictures[0]).height > 500
 
 
 def test_a_smaller_view_is_found_again(index: Index, tmp_path: Path):
-    found = pairs(small(), index, out=tmp_path, size=32, images=3)
+    found = pairs(small(), index, Pairs(size=32, images=3), Workspace(tmp_path))
     assert 0 <= found.numbers["pairs/right"] <= 100
     assert found.settings["images"] == 3
 
@@ -310,7 +314,7 @@ def test_images_of_which_none_decodes(tmp_path: Path):
         with pytest.raises(UserError, match="no image in this shard decodes"):
             protocol(small(), index, out=tmp_path, size=32)
     with pytest.raises(UserError, match="0 images in these shards decode"):
-        neighbours(small(), index, out=tmp_path, size=32)
+        neighbours(small(), index, Neighbours(size=32), Workspace(tmp_path))
 
 
 def test_a_pair_of_one_s_own_is_marked(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -329,7 +333,9 @@ def test_a_pair_of_one_s_own_is_marked(index: Index, tmp_path: Path, monkeypatch
     pixels = np.full((32, 32, 3), 99, np.uint8)
     pixels[16:24, 8:16] = 255, 200, 90
     Image.fromarray(pixels).save(tmp_path / "mine.png")
-    found = pairs(Brightest(), index, out=tmp_path / "out", size=32, one=str(tmp_path / "mine.png"), other="003")
+    found = pairs(
+        Brightest(), index, Pairs(size=32, one=str(tmp_path / "mine.png"), other="003"), Workspace(tmp_path / "out")
+    )
     assert [p.name for p in found.pictures] == ["pairs.png", "pairs-own.png"]
     marks = seen[-1].marks
     assert marks is not None
@@ -348,4 +354,4 @@ def test_a_pair_of_one_s_own_is_marked(index: Index, tmp_path: Path, monkeypatch
 )
 def test_a_wrong_pair_is_named(index: Index, tmp_path: Path, given: dict[str, str], message: str):
     with pytest.raises(UserError, match=message):
-        pairs(small(), index, out=tmp_path, size=32, **given)
+        pairs(small(), index, Pairs(size=32, **given), Workspace(tmp_path))

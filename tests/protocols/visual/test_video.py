@@ -11,6 +11,8 @@ from PIL import Image
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.dense_catalogue import VideoPicture
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.protocols.visual.attention import head_maps, maps
 from eagleray.protocols.visual.explore import coloured
@@ -72,7 +74,7 @@ def test_a_colour_means_the_same_in_all_frames(tmp_path: Path, backbone: Backbon
     folder = frames(tmp_path / "clip", 4)
     for i in range(4):
         (folder / f"{i + 4:05d}.png").hardlink_to(folder / f"{i:05d}.png")
-    video(backbone, folder, out=tmp_path / "out", size=48)
+    video(backbone, folder, VideoPicture(size=48), Workspace(tmp_path / "out"))
     np.testing.assert_array_equal(drawn[:4], drawn[4:])
     with torch.inference_mode():
         _, _, patches, grid = described(backbone, frame_files(folder, 8), 48)
@@ -80,7 +82,9 @@ def test_a_colour_means_the_same_in_all_frames(tmp_path: Path, backbone: Backbon
 
 
 def test_a_strip_and_an_animation(tmp_path: Path, backbone: Backbone, capsys: pytest.CaptureFixture[str]):
-    found = video(backbone, frames(tmp_path / "clip", 9), out=tmp_path / "out", size=48, limit=8, rate=10)
+    found = video(
+        backbone, frames(tmp_path / "clip", 9), VideoPicture(size=48, limit=8, rate=10), Workspace(tmp_path / "out")
+    )
     assert 0 < found.numbers["video/variance"] <= 100
     assert found.settings == {"size": 48, "frames": 8, "grid": "6 x 8", "rate": 10}
     assert [p.name for p in found.pictures] == ["video.png", "video.webp"]
@@ -93,7 +97,9 @@ def test_a_strip_and_an_animation(tmp_path: Path, backbone: Backbone, capsys: py
 
 
 def test_a_network_without_attention_shows_its_components(tmp_path: Path):
-    found = video(Backbone("resnet18"), frames(tmp_path / "clip", 2), out=tmp_path / "out", size=64)
+    found = video(
+        Backbone("resnet18"), frames(tmp_path / "clip", 2), VideoPicture(size=64), Workspace(tmp_path / "out")
+    )
     assert Image.open(found.pictures[1]).size == (2 * 128, 64)
 
 
@@ -115,4 +121,4 @@ def test_a_wrong_folder_is_named(given: str, message: str, tmp_path: Path, backb
     if given == "sizes":
         Image.new("RGB", (48, 48)).save(folder / "00001.png")
     with pytest.raises(UserError, match=message):
-        video(backbone, folder, out=tmp_path / "out", size=48)
+        video(backbone, folder, VideoPicture(size=48), Workspace(tmp_path / "out"))

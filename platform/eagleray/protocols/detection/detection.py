@@ -15,9 +15,9 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 from eagleray import config
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.data.index import Note
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.dense_catalogue import Detection
 from eagleray.protocols.detection.c4 import freeze, mask_rcnn_c4
 from eagleray.protocols.detection.data import Coco
 from eagleray.protocols.detection.heads import mask_rcnn
@@ -28,6 +28,7 @@ from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.fine_tuning import read_beforehand
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual.draw import Tile, pixels, sheet
 from eagleray.storage.ordered_map import ordered_map
 
@@ -36,19 +37,16 @@ PICTURES = 4  # images in the picture
 COLOURS = ("#d5402b", "#2f6fd0", "#e69a00", "#7a3fb0", "#2f8f4e", "#00a5b5", "#d6008f", "#7d5a28")
 
 
-def detection(
-    backbone: Backbone, coco: Path, out: Path, note: Note, *, schedule: str = "1x", checkpoints: str | None = None
-) -> Outcome:
+def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Workspace) -> Outcome:
     """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
 
     `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on.
-    `schedule` is one of pipelines/detection, such as 1x, or a YAML file of the same settings. Calling the function
-    again with the same arguments continues a training that was stopped, from its checkpoint in the folder
-    `checkpoints`, by default `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and
+    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in the
+    workspace. Several ranks share the work; rank 0 returns the outcome, and writes pictures and
     checkpoints.
 
     Raises UserError when the schedule or the data are wrong, or the backbone does not fit them."""
-    settings = load_schedule(schedule)
+    settings = load_schedule(protocol.schedule)
     train, val = Coco.of(coco, "train"), Coco.of(coco, "val")
     if train.categories != val.categories:
         raise UserError(f"{val.file}: its categories differ from those of {train.file}")
@@ -60,10 +58,10 @@ def detection(
     net = build(backbone, len(train.categories), settings)
     tag = digest(weights, config.chosen(settings), tree_digest(coco, times=True))
     name = f"detection-{tag[:8]}"
-    out.mkdir(parents=True, exist_ok=True)
+    out, note = workspace.out, workspace.note
     note(f"detection: {len(train.trainable())} training images, {len(val)} validation images")
     read_beforehand(val.image, range(len(val)))
-    fit(net, train, settings, f"{checkpoints or out}/{name}", out / name, note)
+    fit(net, train, settings, f"{workspace.checkpoints}/{name}", out / name, note)
     results: list[tuple[int, list[Any]]] = []
     pictures: list[tuple[int, Any]] = []
     for i, result in predictions(net, val):
@@ -75,7 +73,9 @@ def detection(
     by_image, drawn = (dict(sorted(row for part in column for row in part)) for column in zip(*parts, strict=True))
     numbers = scores(val.tree, [result for some in by_image.values() for result in some])
     details = (
-        {"schedule": schedule} | config.flatten(config.to_plain(settings)) | {"train": len(train), "val": len(val)}
+        {"schedule": protocol.schedule}
+        | config.flatten(config.to_plain(settings))
+        | {"train": len(train), "val": len(val)}
     )
     return Outcome(numbers, details, (draw(val, list(drawn.items()), out / "detection.png"),))
 

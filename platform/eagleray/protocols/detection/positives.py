@@ -4,20 +4,20 @@ The count is that of SelfPatch's supplement, appendix G (Yun et al. 2022, arXiv:
 loss looks for without labels. N patches, C classes and the background."""
 
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from eagleray.models.backbone import Backbone
 from eagleray.models.patch_neighbors import most_similar_neighbours, neighbours
+from eagleray.protocols.dense_catalogue import Positives
 from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.eval_mode import in_eval_mode
+from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric
 
 THRESHOLD = 0.95  # cosine of two patches' classes from which on they are positives, as in the appendix
@@ -25,9 +25,7 @@ THRESHOLD = 0.95  # cosine of two patches' classes from which on they are positi
 
 @torch.inference_mode()
 @in_eval_mode
-def positives(
-    backbone: Backbone, folder: Path, *, size: PositiveInt = 224, chosen: Annotated[int, Field(ge=1, le=8)] = 4
-) -> dict[str, float]:
+def positives(backbone: Backbone, folder: Path, settings: Positives) -> Outcome:
     """Count the true positives in the validation images of a folder in COCO's layout, of a backbone's grid of patches.
 
     Each image is resized to `size` pixels on its short side and cropped in the middle. `chosen` is the number of most
@@ -36,10 +34,10 @@ def positives(
     coco, device = Coco.of(folder, "val"), next(backbone.parameters()).device
     counts, on_objects, right, taken, around = [], [], 0, 0, 0
     for i in range(len(coco)):
-        crop, classes = class_map(coco[i], size)
+        crop, classes = class_map(coco[i], settings.size)
         out = backbone(photometric.normalise(crop[None].to(device), device))
         true, objects = positive_neighbours(classes, len(coco.categories), out.grid)
-        index, real = (x[0].cpu() for x in most_similar_neighbours(out.patches, out.grid, chosen, wrap=False))
+        index, real = (x[0].cpu() for x in most_similar_neighbours(out.patches, out.grid, settings.chosen, wrap=False))
         number = true.sum(1).double()  # (N,)
         counts.append(number.mean().item())
         on_objects.append(number[objects])
@@ -47,14 +45,15 @@ def positives(
         taken += int(real.sum())
         around += int((neighbours(out.grid, wrap=False) >= 0).sum())
     of_objects = torch.cat(on_objects)
-    return {
-        "positives/mean": float(np.mean(counts)),
-        "positives/deviation": float(np.std(counts)),
-        **({"positives/on_objects": of_objects.mean().item()} if len(of_objects) else {}),
-        "positives/chance": 100 * sum(counts) * len(true) / around,
-        "positives/precision": 100 * right / taken,
-        "positives/images": len(coco),
+    numbers = {
+        "mean": float(np.mean(counts)),
+        "deviation": float(np.std(counts)),
+        **({"on_objects": of_objects.mean().item()} if len(of_objects) else {}),
+        "chance": 100 * sum(counts) * len(true) / around,
+        "precision": 100 * right / taken,
+        "images": len(coco),
     }
+    return Outcome({f"positives/{name}": value for name, value in numbers.items()})
 
 
 def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:

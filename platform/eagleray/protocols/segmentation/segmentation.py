@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
-from eagleray.data.index import Note
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.dense_catalogue import Segmentation
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import explain_failure
 from eagleray.protocols.feature_maps import Maps
 from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own, read_beforehand
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.segmentation import scores as scoring
 from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, resized_shape
 from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
@@ -60,43 +60,31 @@ HEADS = {
 def segmentation(
     backbone: Backbone,
     folder: Path,
-    out: Path,
-    note: Note,
-    *,
-    head: str = "fpn",
-    steps: int | None = None,
-    batch: int = 16,
-    size: int = 512,
-    lr: PositiveFloat = 6e-5,
-    weight_decay: NonNegativeFloat = 0.01,
-    width: int | None = None,
-    multi_scale: bool = False,
-    seed: NonNegativeInt = 0,
-    checkpoints: str | None = None,
+    protocol: Segmentation,
+    workspace: Workspace,
 ) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
     on the validation images.
 
     With `multi_scale` the three scores are also measured with predictions averaged over six sizes and mirror images.
-    `size` is the side of the crops and the short side of the images in pixels. `width` is the number of channels of the
-    head. If `steps` or `width` is None, the paper's value for this head is used. Calling the function again with the
-    same arguments continues a training that was stopped, from its checkpoint in the folder `checkpoints`, by default
-    `out`. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
+    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in the
+    workspace. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
-    check(head, steps, width, batch)
+    check(protocol)
+    head, steps, batch, size, seed = protocol.head, protocol.steps, protocol.batch, protocol.size, protocol.seed
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
     backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
     weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
-        "width": width or kind.width,
+        "width": protocol.width or kind.width,
         "steps": steps or kind.steps,
         "batch": batch,
         "size": size,
-        "lr": lr,
-        "weight_decay": weight_decay,
+        "lr": protocol.lr,
+        "weight_decay": protocol.weight_decay,
         "drop_path": set_drop_path(backbone.model, kind.drop_path),
         "train": len(masks.train),
         "val": len(masks.val),
@@ -106,7 +94,6 @@ def segmentation(
     net = Segmenter(backbone, kind, len(masks.classes), settings["width"]).to(next(backbone.parameters()).device)
     net.try_size(size, resized_shape(masks.read(masks.val[0])[0], size))
     read_beforehand(masks.read, masks.val)
-    out.mkdir(parents=True, exist_ok=True)
     name = f"segmentation-{head}-{digest(settings, weights, tree_digest(folder, times=True))[:8]}"
     fine_tune(
         "segmentation",
@@ -114,19 +101,20 @@ def segmentation(
         lambda start: batches(masks, settings, rows, start, next(net.parameters()).device),
         steps=settings["steps"],
         batch=batch,
-        lr=lambda at: poly(at.step, settings["steps"], lr),
-        weight_decay=weight_decay,
+        lr=lambda at: poly(at.step, settings["steps"], protocol.lr),
+        weight_decay=protocol.weight_decay,
         seed=seed,
-        folder=f"{checkpoints or out}/{name}",
-        scratch=out / name,
-        note=note,
+        folder=f"{workspace.checkpoints}/{name}",
+        scratch=workspace.out / name,
+        note=workspace.note,
     )
     net.eval()
-    return report(net, masks, settings, out, note, multi_scale=multi_scale)
+    return report(net, masks, settings, workspace, multi_scale=protocol.multi_scale)
 
 
-def check(head: str, steps: int | None, width: int | None, batch: int) -> None:
-    """Raise UserError when one of these settings of `segmentation` is wrong."""
+def check(protocol: Segmentation) -> None:
+    """Raise UserError when one of these settings is wrong."""
+    head, steps, width, batch = protocol.head, protocol.steps, protocol.width, protocol.batch
     if head not in HEADS:
         raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
     if steps is not None and steps < 1:
@@ -213,8 +201,7 @@ def report(
     net: Segmenter,
     masks: Masks,
     settings: dict[str, Any],
-    out: Path,
-    note: Note,
+    workspace: Workspace,
     *,
     multi_scale: bool,
 ) -> Outcome:
@@ -242,8 +229,9 @@ def report(
     if multi_scale:
         numbers |= {f"segmentation/{n}_multi_scale": v for n, v in scoring.scores(several).items()}
         settings = {**settings, "scales": list(scoring.SCALES), "mirrored": True}
+    out = workspace.out
     table(out / f"{name}.csv", masks.classes, single)
     drawn = sorted((sample for part in parts for sample in part), key=lambda sample: sample[0])
     draw(out / f"{name}.png", [comparison for _, comparison in drawn], masks.classes)
-    note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
+    workspace.note(", ".join(f"{n} {v:.2f} %" for n, v in numbers.items()))
     return Outcome(numbers, settings, (out / f"{name}.png",), (out / f"{name}.csv",))

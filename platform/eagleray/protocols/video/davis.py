@@ -8,25 +8,27 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.base.progress import seconds_left
 from eagleray.data.decode import BadImage, decode
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import stage_outputs, stages
+from eagleray.protocols.dense_catalogue import Davis
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.video.measures import boundary, region
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
@@ -66,51 +68,37 @@ class Measured(NamedTuple):
     picture: Path
 
 
-# From the names of sequences, the settings and the folder for pictures to the results, in any order.
-Elsewhere = Callable[[Sequence[str], Mapping[str, Any], Path], Iterable[Measured]]
-
-
 def davis(
     backbone: Backbone,
-    data: str | Path,
-    *,
-    out: Path,
-    note: Callable[[str], None] = print,
-    elsewhere: Elsewhere | None = None,
-    split: str = "val",
-    size: PositiveInt = 480,
-    n_last_frames: NonNegativeInt = 7,
-    topk: PositiveInt = 5,
-    size_mask_neighborhood: NonNegativeInt = 12,
+    data: Path,
+    protocol: Davis,
+    workspace: Workspace,
 ) -> Outcome:
     """Measure J, F and J&F in percent for each sequence, and their means over all objects.
 
     They are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each
-    sequence. `size` is the short side of the frames in pixels. `elsewhere` is a function that measures the sequences in
-    other processes, with `measure_named`; without it, this process measures one after the other.
+    sequence. Several ranks share the sequences; rank 0 returns the outcome, and has all pictures.
 
     Raises UserError when the data are incomplete, or the backbone cannot process them."""
-    sequences = videos(Path(data), split)
-    settings: dict[str, int] = {
-        "size": size,
-        "n_last_frames": n_last_frames,
-        "topk": topk,
-        "size_mask_neighborhood": size_mask_neighborhood,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    if elsewhere:
-        results = iter(elsewhere([video.name for video in sequences], {"split": split, **settings}, out))
-    else:
-        results = (measure(backbone, video, out, **settings) for video in sequences)
-    measured: dict[str, Measured] = {}
+    sequences = videos(data, protocol.split)
+    settings = protocol.model_dump(exclude={"split"})
+    mine = sequences[dist.rank() :: dist.size()]
+    measured: list[Measured] = []
     began = time.monotonic()
-    for one in results:
-        measured[one.name] = one
+    for video in mine:
+        measured.append(one := measure(backbone, video, workspace.out, **settings))
         ours, plain = (percent("", scores)["J&F"] for scores in one.scores.values())
-        left = seconds_left(len(measured), len(sequences), start=0, seconds=time.monotonic() - began)
-        progress = f"sequence {len(measured)}/{len(sequences)}, ETA {left:.0f} s"
-        note(f"davis {one.name}: J&F {ours:.1f}, colour histograms {plain:.1f}  ({progress})")
-    ordered = [measured[video.name] for video in sequences]
+        left = seconds_left(len(measured), len(mine), start=0, seconds=time.monotonic() - began)
+        progress = f"sequence {len(measured)}/{len(mine)}, ETA {left:.0f} s"
+        workspace.note(f"davis {one.name}: J&F {ours:.1f}, colour histograms {plain:.1f}  ({progress})")
+    parts = dist.gather_at_zero([(one, one.picture.read_bytes()) for one in measured])
+    if parts is None:
+        return Outcome({})
+    by_name = {one.name: (one, picture) for part in parts for one, picture in part}
+    ordered = [by_name[video.name][0] for video in sequences]
+    pictures = [workspace.out / one.picture.name for one in ordered]
+    for path, video in zip(pictures, sequences, strict=True):
+        path.write_bytes(by_name[video.name][1])
     numbers: dict[str, float] = {}
     for prefix in ordered[0].scores:
         numbers |= percent(f"davis/{prefix}", np.concatenate([one.scores[prefix] for one in ordered]))
@@ -118,8 +106,9 @@ def davis(
         for prefix, scores in one.scores.items():
             numbers |= percent(f"davis/{one.name}/{prefix}", scores)
     frames = sum(len(video.frames) for video in sequences)
-    details = {**settings, "temperature": TEMPERATURE, "split": split, "sequences": len(sequences), "frames": frames}
-    return Outcome(numbers, details, tuple(one.picture for one in ordered))
+    details = {**settings, "temperature": TEMPERATURE, "split": protocol.split}
+    details |= {"sequences": len(sequences), "frames": frames}
+    return Outcome(numbers, details, tuple(pictures))
 
 
 @torch.inference_mode()
@@ -136,12 +125,6 @@ def measure(backbone: Backbone, video: Video, out: Path, *, size: int, **setting
         rows[f"{what}\nJ&F {percent('', scores[prefix])['J&F']:.1f}"] = tiles
     title = f"{video.name}: masks propagated from the first frame; the white line is the truth"
     return Measured(video.name, scores, draw.sheet(rows, out / f"davis-{video.name}.png", title))
-
-
-def measure_named(backbone: Backbone, data: Path, name: str, out: Path, *, split: str, **settings: int) -> Measured:
-    """Measure the sequence of this name, as `davis` asks other processes to do with `elsewhere`."""
-    [video] = [video for video in videos(data, split) if video.name == name]
-    return measure(backbone, video, out, **settings)
 
 
 def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:

@@ -3,35 +3,32 @@
 The maps are those of figures 1 and 3 of Caron et al. 2021 (DINO), arXiv:2104.14294. The entropies of the heads follow
 appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.base.plotting import BLUE, DPI, GREY
-from eagleray.config.types import Share
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.catalogue import Attention
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import no_image_error, subset
 from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise
 
-MASS = 0.6  # share of the attention that the fewest patches are selected to hold
-IMAGES = 64  # over which entropies are averaged
 PICTURES = 4  # images in a picture
-QUERIES = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x and y of each, shares of the image's sides
-MIDDLE = QUERIES[:2]
+MIDDLE = (0.5, 0.5)
 
 
 Point = tuple[float, float]  # x and y, shares of the image's width and height
@@ -50,15 +47,8 @@ class Maps(NamedTuple):
 def attention(
     backbone: Backbone,
     index: Index,
-    *,
-    out: Path,
-    note: Callable[[str], None] = print,
-    size: PositiveInt = 480,
-    limit: PositiveInt = IMAGES,
-    mass: Share = MASS,
-    heads: PositiveInt = 6,
-    query: tuple[Share, ...] = (),
-    points: tuple[Share, ...] = QUERIES,
+    settings: Attention,
+    workspace: Workspace,
 ) -> Outcome:
     """Measure and draw the attention of each head in the last block.
 
@@ -71,12 +61,14 @@ def attention(
 
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
-    queries = points_of("points", points)
-    asked = query_of(query)
+    size, mass = settings.size, settings.mass
+    queries = points_of("points", settings.points)
+    asked = query_of(settings.query)
     device = next(backbone.parameters()).device
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
-    for _, crops in batches(index, subset(np.arange(len(index)), limit), size, size, 1):  # N^2 numbers for each head
+    images = subset(np.arange(len(index)), settings.limit)
+    for _, crops in batches(index, images, size, size, 1):  # N^2 numbers for each head
         attended = maps(backbone, normalise(crops, device))
         entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,)
         shares.append(fewest_patches(head_maps(attended, asked)[0], mass).float().mean().item())
@@ -89,13 +81,13 @@ def attention(
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}
     grid = samples[0][1].grid
-    note(f"attention: {len(entropies)} images, entropy {bits.min():.2f} to {bits.max():.2f} bits by head")
-    settings = {"size": size, "images": len(entropies), "mass": mass, "grid": f"{grid[0]} x {grid[1]}"}
-    out.mkdir(parents=True, exist_ok=True)
+    workspace.note(f"attention: {len(entropies)} images, entropy {bits.min():.2f} to {bits.max():.2f} bits by head")
+    details = {"size": size, "images": len(entropies), "mass": mass, "grid": f"{grid[0]} x {grid[1]}"}
+    out = workspace.out
     order = bits.argsort(descending=True)
-    picked = order[torch.linspace(0, len(order) - 1, min(heads, len(order))).round().long()].tolist()
+    picked = order[torch.linspace(0, len(order) - 1, min(settings.heads, len(order))).round().long()].tolist()
     drawn = *pictures(samples, bits, picked, asked, queries, mass, out), draw_entropies(each, order.tolist(), out)
-    return Outcome(numbers, settings, drawn)
+    return Outcome(numbers, details, drawn)
 
 
 def points_of(setting: str, points: Sequence[float]) -> tuple[Point, ...]:

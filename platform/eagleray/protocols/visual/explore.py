@@ -11,19 +11,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.index import Index, Note
+from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone, Features
+from eagleray.protocols.catalogue import Components, Neighbours, Pairs
 from eagleray.protocols.correspondence import matches
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import image, no_image_error, subset
 from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views import photometric
 from eagleray.views import sampling as drawing
@@ -45,9 +46,7 @@ class Nearest(NamedTuple):
 
 
 @torch.inference_mode()
-def components(
-    backbone: Backbone, index: Index, *, out: Path, note: Note = print, size: PositiveInt = 448, images: PositiveInt = 6
-) -> Outcome:
+def components(backbone: Backbone, index: Index, settings: Components, workspace: Workspace) -> Outcome:
     """Draw the principal components of the patches of several images together.
 
     The first component separates foreground from background. The first three components of the foreground patches are
@@ -55,7 +54,7 @@ def components(
     the patches' variance in three components, and the share of foreground patches.
 
     Raises UserError when no image decodes."""
-    crops, (_, patches, grid) = patch_features(backbone, index, images, size)
+    crops, (_, patches, grid) = patch_features(backbone, index, settings.images, settings.size)
     first, front, colours, variance = coloured(patches, grid)
     rows: dict[str, list[draw.Tile]] = {}
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
@@ -67,13 +66,13 @@ def components(
             *tiles,
             draw.Tile(draw.colour_overlay(picture, colours[i]), "components of the foreground"),
         ]
-    out.mkdir(parents=True, exist_ok=True)
-    path = draw.sheet(rows, out / "components.png", "Principal components of patches, of all images together")
+    path = draw.sheet(rows, workspace.out / "components.png", "Principal components of patches, of all images together")
     numbers = {"components/variance": 100 * variance, "components/foreground": 100 * front.float().mean().item()}
-    note(
+    workspace.note(
         f"components: three hold {numbers['components/variance']:.1f} % of the variance of {len(crops)} images' patches"
     )
-    return Outcome(numbers, {"size": size, "images": len(crops), "grid": f"{grid[0]} x {grid[1]}"}, (path,))
+    details = {"size": settings.size, "images": len(crops), "grid": f"{grid[0]} x {grid[1]}"}
+    return Outcome(numbers, details, (path,))
 
 
 def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -127,29 +126,24 @@ def spread(x: Tensor) -> Tensor:
 def neighbours(
     backbone: Backbone,
     index: Index,
-    *,
-    out: Path,
-    note: Note = print,
-    size: PositiveInt = 224,
-    limit: PositiveInt = 1000,
-    queries: PositiveInt = 8,
-    k: PositiveInt = 8,
+    settings: Neighbours,
+    workspace: Workspace,
 ) -> Outcome:
     """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
 
     With labels, also measure the percentage of neighbours that have the query's class. These have a green frame.
 
     Raises UserError when fewer than two images decode."""
-    device = next(backbone.parameters()).device
+    device, size = next(backbone.parameters()).device, settings.size
     samples: list[int] = []
     parts = []
-    for rows_read, crops in batches(index, subset(np.arange(len(index)), limit), size, size, BATCH):
+    for rows_read, crops in batches(index, subset(np.arange(len(index)), settings.limit), size, size, BATCH):
         samples += rows_read
         parts.append(backbone.pooled(photometric.normalise(crops, device)).float().cpu())
     if len(samples) < 2:
         raise UserError(f"{index.shards[0].url}: {len(samples)} images in these shards decode; expected 2 or more")
-    chosen = torch.linspace(0, len(samples) - 1, min(queries, len(samples))).round().long()
-    near = nearest(torch.cat(parts), chosen, k)
+    chosen = torch.linspace(0, len(samples) - 1, min(settings.queries, len(samples))).round().long()
+    near = nearest(torch.cat(parts), chosen, settings.k)
     labels = index.label[samples] if index.labelled else None
     rows: dict[str, list[draw.Tile]] = {}
     for query, others, cosines in zip(chosen.tolist(), near.rows.tolist(), near.cosine.tolist(), strict=True):
@@ -158,7 +152,6 @@ def neighbours(
             edge = "" if labels is None else frame(labels[query], labels[other])
             tiles.append(draw.Tile(read(index, samples[other], size), f"cosine {cosine:.2f}", edge=edge))
         rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
-    out.mkdir(parents=True, exist_ok=True)
     green = "; green: of the query's class" if labels is not None else ""
     title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{green}"
     numbers = {"neighbours/cosine": near.cosine.mean().item()}
@@ -166,9 +159,9 @@ def neighbours(
         theirs, own = labels[near.rows.numpy()], labels[chosen.numpy()][:, None]
         if (known := (theirs >= 0) & (own >= 0)).any():
             numbers["neighbours/same_class"] = 100 * float((theirs == own)[known].mean())
-    note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
-    settings = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
-    return Outcome(numbers, settings, (draw.sheet(rows, out / "neighbours.png", title),))
+    workspace.note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
+    details = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
+    return Outcome(numbers, details, (draw.sheet(rows, workspace.out / "neighbours.png", title),))
 
 
 def frame(one: int, other: int) -> str:
@@ -190,14 +183,8 @@ def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
 def pairs(
     backbone: Backbone,
     index: Index,
-    *,
-    out: Path,
-    note: Note = print,
-    size: PositiveInt = 224,
-    images: PositiveInt = 3,
-    limit: PositiveInt = 64,
-    one: str = "",
-    other: str = "",
+    settings: Pairs,
+    workspace: Workspace,
 ) -> Outcome:
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
@@ -207,11 +194,12 @@ def pairs(
     user's own, files or keys of samples, which get a picture of their own.
 
     Raises UserError when fewer than two images decode, or one of the user's two cannot be read."""
+    size, one, other = settings.size, settings.one, settings.other
     own = own_pair(index, one, other, size)
-    crops, features = patch_features(backbone, index, limit, size)
+    crops, features = patch_features(backbone, index, settings.limit, size)
     if len(crops) < 2:
         raise UserError(f"{index.shards[0].url}: 1 image in these shards decodes; expected 2 or more")
-    picked = range(min(images, len(crops)))
+    picked = range(min(settings.images, len(crops)))
     second, boxes, flips = second_views(crops[: len(picked)], size)
     views = features_of(backbone, second)
     near = nearest(features.patches.mean(1), torch.tensor(picked), 1).rows[:, 0].tolist()
@@ -225,14 +213,14 @@ def pairs(
         rows.append(pair._replace(right=error <= reach, title=title))
         title = f"image {i} and the nearest of {len(crops)} by mean patch"
         rows.append(matched(features, i, features, j, crops[i], crops[j])._replace(title=title))
-    out.mkdir(parents=True, exist_ok=True)
+    out = workspace.out
     drawn = [draw.pairs(rows, out / "pairs.png", f"{TITLE} Green: right, red: wrong, yellow: unknown. {MARKS}")]
     if own is not None:
         two = features_of(backbone, photometric.normalise(own, torch.device("cpu")))
         pair = matched(two, 0, two, 1, *own)._replace(title=f"{Path(one).name} and {Path(other).name}")
         drawn.append(draw.pairs([pair], out / "pairs-own.png", f"{TITLE} {MARKS}", side=2.4 * draw.SIDE))
     numbers = {"pairs/right": 100 * float(np.mean(np.stack(errors) <= reach)), "pairs/error": float(np.mean(errors))}
-    note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
+    workspace.note(f"pairs: {numbers['pairs/right']:.0f} % right, {numbers['pairs/error']:.1f} pixels apart")
     return Outcome(numbers, {"size": size, "images": len(picked), "scale": SCALE}, tuple(drawn))
 
 

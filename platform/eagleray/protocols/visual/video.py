@@ -3,19 +3,20 @@
 The maps are those of `attention` (figure 1 of Caron et al. 2021 (DINO), arXiv:2104.14294) and the colours those of
 `components` (figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193), with one basis for all frames."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import PositiveInt
 from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
+from eagleray.protocols.dense_catalogue import VideoPicture
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.video.davis import read_frame, resize
 from eagleray.protocols.visual import draw
 from eagleray.protocols.visual.attention import has_attention, head_maps, maps
@@ -31,27 +32,22 @@ QUALITY = 80  # of WebP
 @in_eval_mode
 def video(
     backbone: Backbone,
-    data: str | Path,
-    *,
-    out: Path,
-    note: Callable[[str], None] = print,
-    size: PositiveInt = 320,
-    limit: PositiveInt = 100,
-    rate: PositiveInt = 12,
+    data: Path,
+    settings: VideoPicture,
+    workspace: Workspace,
 ) -> Outcome:
     """Draw the attention of the last block and the principal components of the patches for the frames of a video.
 
-    `data` is a folder of frames, which are ordered by name; `size` is their short side in pixels. Of more than `limit`
-    frames, so many are taken, evenly spread. One basis of components serves all frames, so a colour means the same in
-    all of them. The attention is the mean over the heads of what the class token attends to, or the patch in the middle
-    of a model without one, on one scale for all frames; a backbone whose attention cannot be read has none. Six frames
-    make a strip, and all of them an animated WebP with `rate` frames a second. Measured is the share of the variance of
-    all patches, in percent, that three components hold.
+    `data` is a folder of frames, which are ordered by name. One basis of components serves all frames, so a colour
+    means the same in all of them. The attention is the mean over the heads of what the class token attends to, or the
+    patch in the middle of a model without one, on one scale for all frames; a backbone whose attention cannot be read
+    has none. Six frames make a strip, and all of them an animated WebP with `rate` frames a second. Measured is the
+    share of the variance of all patches, in percent, that three components hold.
 
     Raises UserError when there are fewer than two frames, one cannot be read, they differ in size, or the backbone
     cannot process them."""
-    paths = frame_files(Path(data), limit)
-    frames, heats, patches, grid = described(backbone, paths, size)
+    paths = frame_files(data, settings.limit)
+    frames, heats, patches, grid = described(backbone, paths, settings.size)
     _, _, colours, variance = coloured(patches, grid)
     overlays = {"frame": [draw.pixels(x) for x in frames]}
     if heats:
@@ -60,13 +56,15 @@ def video(
     overlays["components"] = [draw.colour_overlay(x, c) for x, c in zip(frames, colours, strict=True)]
     drawn = np.unique(np.linspace(0, len(frames) - 1, COLUMNS).round().astype(int))
     rows = {name: [draw.Tile(images[i], paths[i].stem) for i in drawn] for name, images in overlays.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    out = workspace.out
     what = "Attention of the last block, and principal" if heats else "Principal"
     strip = draw.sheet(rows, out / "video.png", f"{what} components of the patches of {len(frames)} frames together")
-    animation = animate(list(zip(*overlays.values(), strict=True)), out / "video.webp", rate)
-    note(f"video: {len(frames)} frames, three components hold {100 * variance:.1f} % of the variance of their patches")
-    settings = {"size": size, "frames": len(frames), "grid": f"{grid[0]} x {grid[1]}", "rate": rate}
-    return Outcome({"video/variance": 100 * variance}, settings, (strip, animation))
+    animation = animate(list(zip(*overlays.values(), strict=True)), out / "video.webp", settings.rate)
+    workspace.note(
+        f"video: {len(frames)} frames, three components hold {100 * variance:.1f} % of the variance of their patches"
+    )
+    details = {"size": settings.size, "frames": len(frames), "grid": f"{grid[0]} x {grid[1]}", "rate": settings.rate}
+    return Outcome({"video/variance": 100 * variance}, details, (strip, animation))
 
 
 def frame_files(folder: Path, limit: int) -> list[Path]:

@@ -1,0 +1,147 @@
+"""Open the data of a command for its protocols: in the command's own process, or on a rank that shares its work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eagleray.base import dist
+from eagleray.base.errors import UserError
+from eagleray.config.channels import Channels
+from eagleray.data.digests import data_digest
+from eagleray.data.index import Index, Note, open_index
+from eagleray.data.index_of_ranks import open_on_all
+from eagleray.data.labels import unread_labels
+from eagleray.engine import world
+from eagleray.evaluation.extraction import Task, features, own_features
+from eagleray.evaluation.target import Target
+from eagleray.protocols.features import Extracted, FrozenFeatures, LabelledFeatures, SuiteFeatures, labelled_samples
+from eagleray.protocols.needs import Extraction, Features, Source, Suite
+from eagleray.protocols.probes import ProbeSets, renumber
+from eagleray.protocols.settings import Bank
+from eagleray.storage.folder_copy import local_folder
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The names of the backbone and of the data of a command, for the processes that read them.
+
+    The backbone's weights may be too large to send, so each process loads them itself."""
+
+    backbone: str  # its name, see `load_target`
+    digest: str  # of the backbone
+    architecture: str | None = None  # timm's name, for a file of tensors
+    model: str = ""  # timm's name of the backbone
+    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders by option, as they were typed
+    urls: Mapping[str, str] = field(default_factory=dict)  # the same, with absolute paths
+    gpus: bool = False  # whether each worker has a GPU
+    channels: Channels = ()  # as which images are decoded
+    bank: Bank = "fp32"  # the format in which features are kept
+    spare: str = ""  # folder or URL of an index that could not be written beside the shards
+
+
+class RankSource(Source):
+    """The data of a command on one of several ranks, which open them together."""
+
+    def __init__(self, inputs: Inputs, note: Note = lambda _: None) -> None:
+        self.inputs, self.note = inputs, note
+        self.places = inputs.urls  # URLs of shards by option, by which indexes are opened
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which protocols compute with features."""
+        return world.device_of(self.inputs.gpus)
+
+    def open(self, url: str) -> Index:
+        """Open the index of the shards at a URL."""
+        spare, channels = self.inputs.spare or None, self.inputs.channels
+        return open_on_all(lambda: open_index(url, spare, note=lambda _: None, channels=channels))
+
+    def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
+        """Return the features of a task by type: those of the share of this rank."""
+        return own_features(index, task, self.note)
+
+    def labelled(self) -> ProbeSets:
+        tested = self.open(self.places["test"]) if "test" in self.places else None
+        sets = ProbeSets.of(self.open(self.places["train"]), tested, None)
+        if sets is None:
+            url = self.inputs.given["train"]
+            raise UserError(f"--train {url}: these shards have no labels, and this protocol needs them")
+        sets.check()
+        for unread in filter(None, map(unread_labels, {id(i): i for i in (sets.train, sets.test)}.values())):
+            self.note(f"{unread}, and are left out")
+        return sets
+
+    def images(self) -> Index:
+        return self.open(self.places.get("test") or self.places["train"])
+
+    def folder(self, option: str) -> Path:
+        return local_folder(self.inputs.urls[option], self.note)
+
+    def features(self, need: Features) -> FrozenFeatures:
+        sets = self.labelled()
+        return FrozenFeatures(partial(self.extract, need, sets), sets.digest, self.inputs.bank)
+
+    def extract(self, need: Features, sets: ProbeSets) -> Extracted:
+        """Return the features of both sets. Raises UserError when none of the images of one of them decodes."""
+        urls, given = self.inputs.urls, self.inputs.given
+        each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
+        train, test = (
+            self.read(index, self.task(need, url or urls["train"], samples, need.kinds or (need.kind,)))[need.kind]
+            for url, index, samples in each
+        )
+        trained, tested = map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))
+        if not trained or not tested:
+            option = "test" if trained and "test" in given else "train"
+            raise UserError(f"--{option} {given[option]}: none of the labelled images in these shards decodes")
+        if not need.shared:
+            train, test = (features._replace(x=features.x.float()) for features in (train, test))
+        return Extracted(*renumber(train, test, self.device), (trained, tested))
+
+    def task(self, how: Extraction, url: str, samples: NDArray[np.int64], kinds: tuple[str, ...]) -> Task:
+        """Describe the extraction of types of features of some samples of the shards at a URL."""
+        i = self.inputs
+        task = Task(i.backbone, i.architecture, url, samples, how.size, how.resize, kinds, digest=i.digest)
+        return replace(task, gpus=i.gpus, channels=i.channels, bank=i.bank, spare=i.spare)
+
+    def suite(self, need: Suite) -> SuiteFeatures:
+        digests: list[str] = []
+
+        def read(url: str) -> LabelledFeatures:
+            index = self.open(url)
+            samples = labelled_samples(index)
+            digests.append(data_digest(index, samples))
+            return self.read(index, self.task(need, url, samples, (need.kind,)))[need.kind]
+
+        return SuiteFeatures(self.inputs.given["suite"], read, self.inputs.model, digests, self.inputs.bank)
+
+
+class CommandSource(RankSource):
+    """The data of a command in its own process, which opens each once for all protocols."""
+
+    def __init__(self, inputs: Inputs, target: Target, workers: int, note: Note) -> None:
+        """`workers` Ray tasks extract features, or this process if it is 0."""
+        super().__init__(inputs, note)
+        self.places, self.target, self.workers = inputs.given, target, workers
+        self.labelled, self.images = cache(super().labelled), cache(super().images)  # type: ignore[method-assign]
+        self.copies: dict[str, Path] = {}  # of folders, by URL
+
+    @property
+    def device(self) -> torch.device:
+        return world.local().device
+
+    def open(self, url: str) -> Index:
+        return open_index(url, self.inputs.spare, note=self.note, channels=self.inputs.channels)
+
+    def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
+        return features(self.target, index, task, workers=self.workers, note=self.note)
+
+    def folder(self, option: str) -> Path:
+        url = self.inputs.urls[option]
+        if url not in self.copies:
+            self.copies[url] = super().folder(option)
+        return self.copies[url]

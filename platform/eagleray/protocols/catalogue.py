@@ -1,0 +1,299 @@
+"""List the protocols that classify images, match patches, draw features and measure speed.
+
+A class imports the module that computes its numbers when it runs, so that light commands know all settings."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from eagleray.config.types import Share
+from eagleray.protocols.needs import Labelled, Nothing, Suite
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import (
+    FeatureProtocol,
+    FrozenProtocol,
+    ImageProtocol,
+    Listed,
+    PatchProtocol,
+    Protocol,
+    Workspace,
+)
+from eagleray.protocols.settings import EPOCHS, Evaluate
+
+if TYPE_CHECKING:
+    from eagleray.data.index import Index
+    from eagleray.models.backbone import Backbone
+    from eagleray.protocols.features import FrozenFeatures, SuiteFeatures
+    from eagleray.protocols.probes import ProbeSets
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a file, which workers have to find too."""
+    from eagleray.storage import store
+
+    return store.absolute(path)
+
+
+Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # for a batch of 256; they scale linearly with it
+Keys = Annotated[str, AfterValidator(absolute)]  # a file with the keys of images
+
+
+class Knn(FeatureProtocol):
+    """The weighted vote of the k nearest training images. The default `ks` are those that DINO reports."""
+
+    about = "weighted vote of the k nearest training images, as in DINO and InstDisc"
+    ranks = True
+    k: PositiveInt = 20
+    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours to measure top-1 with
+    temperature: PositiveFloat = 0.07
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"k": evaluate.k, "temperature": evaluate.temperature} | super().of_recipe(evaluate)
+
+    def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.knn import knn
+
+        return knn(data.train, data.test, self)
+
+
+class Linear(FeatureProtocol):
+    """A linear classifier on cached features, with a sweep of learning rates."""
+
+    about = "linear classifier on cached features, its learning rate picked on held-out training images"
+    ranks = True
+    epochs: PositiveInt = EPOCHS
+    batch: PositiveInt = 1024
+    rates: Rates = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    scaled: bool = True  # whether features are centred and divided by a single scale
+    seed: NonNegativeInt = 0
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"epochs": evaluate.probe_epochs or EPOCHS} | super().of_recipe(evaluate)
+
+    def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.linear import linear
+
+        return linear(data.train, data.test, self)
+
+
+class LinearAugmented(Protocol["ProbeSets"]):
+    """A linear classifier on a frozen backbone's features of random crops."""
+
+    about = "linear classifier on random crops and flips of all labelled images, the backbone running in every step"
+    ranks = True
+    size: PositiveInt = Evaluate.size  # side of the crops, in pixels
+    resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
+    features: str = "pooled"
+    epochs: PositiveInt = 100
+    batch: PositiveInt = 1024
+    rates: Rates = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    labels: float | Keys = 1.0  # share of the labels, or a file with the keys of the images
+    seed: NonNegativeInt = 0
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"size": evaluate.size, "resize": evaluate.resize}
+
+    def data(self) -> Labelled:
+        return Labelled()
+
+    def run(self, backbone: "Backbone", data: "ProbeSets", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.linear_augmented import linear_augmented
+
+        return linear_augmented(backbone, data, self, workspace)
+
+
+class SemiSupervised(Protocol["ProbeSets"]):
+    """A copy of the whole backbone, trained with a linear classifier on a few labels."""
+
+    about = "the whole backbone fine-tuned on 1 % of the labels, as in SimCLR"
+    ranks = True
+    size: PositiveInt = Evaluate.size  # side of the crops, in pixels
+    resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
+    labels: float | Keys = 0.01  # share of the labels, or a file with the keys of the images
+    epochs: PositiveInt = 60
+    batch: PositiveInt = 4096
+    lr: PositiveFloat = 0.05  # for a batch of 256; it scales linearly with the batch
+    seed: NonNegativeInt = 0
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"size": evaluate.size, "resize": evaluate.resize}
+
+    def data(self) -> Labelled:
+        return Labelled()
+
+    def run(self, backbone: "Backbone", data: "ProbeSets", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.semi_supervised import semi_supervised
+
+        return semi_supervised(backbone, data, self, workspace)
+
+
+class Logistic(FeatureProtocol):
+    """Logistic regression on frozen features of images that have one class each."""
+
+    about = "logistic regression with L-BFGS, its lambda picked on held-out training images, as in EsViT"
+    ranks = True
+    metric: Literal["top1", "mean_per_class", "roc_auc"] = "top1"
+    seed: NonNegativeInt = 0
+
+    def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.logistic import logistic
+
+        return logistic(data.train, data.test, self, workspace.note)
+
+
+class SuiteOf18(FrozenProtocol["SuiteFeatures"]):
+    """The logistic protocol on every data set of EsViT's suite whose shards are in ROOT/NAME/SPLIT."""
+
+    about = "the logistic protocol on the 18 datasets of EsViT"
+    reference: str | None = None  # folder of another evaluation, whose results of the suite are compared with
+    seed: NonNegativeInt = 0
+
+    def data(self) -> Suite:
+        return Suite(self.features, self.size, self.resize)
+
+    def run(self, backbone: "Backbone", data: "SuiteFeatures", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.suite import suite
+
+        return suite(data, self, workspace.note)
+
+
+class Correspondence(PatchProtocol):
+    """How often a patch is matched to itself in the mirrored image."""
+
+    about = "how often a patch is matched to itself in the mirrored image, as in EsViT"
+    size: PositiveInt = Evaluate.size
+    resize: PositiveInt = Evaluate.resize
+    limit: PositiveInt = 50_000  # images; as in the paper: ImageNet's validation images
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"size": evaluate.size, "resize": evaluate.resize}
+
+    def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.correspondence import correspondence
+
+        return correspondence(backbone, data, self)
+
+
+class Attention(ImageProtocol):
+    """Maps of where the heads of the last block attend, and their entropies."""
+
+    about = "attention maps of the last block, head by head"
+    size: PositiveInt = 480
+    limit: PositiveInt = 64  # images over which entropies are averaged
+    mass: Share = 0.6  # share of the attention that the fewest patches are selected to hold
+    heads: PositiveInt = 6  # that are drawn
+    query: tuple[Share, ...] = ()  # x and y of the patch whose attention the maps show; none: the class token
+    points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x and y of each query
+
+    def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.visual.attention import attention
+
+        return attention(backbone, data, self, workspace)
+
+
+class Components(PatchProtocol):
+    """The principal components of the patches of several images together, as colours."""
+
+    about = "principal components of the patches, shown as colours"
+    size: PositiveInt = 448
+    images: PositiveInt = 6
+
+    def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.visual.explore import components
+
+        return components(backbone, data, self, workspace)
+
+
+class Neighbours(ImageProtocol):
+    """A sheet of images, each with those nearest to it."""
+
+    about = "contact sheets of nearest images"
+    size: PositiveInt = 224
+    limit: PositiveInt = 1000  # images to search
+    queries: PositiveInt = 8
+    k: PositiveInt = 8
+
+    def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.visual.explore import neighbours
+
+        return neighbours(backbone, data, self, workspace)
+
+
+class Pairs(PatchProtocol):
+    """The most similar pairs of patches of two views of an image, and of two images."""
+
+    about = "most similar patches of two views and of two images"
+    size: PositiveInt = 224
+    images: PositiveInt = 3
+    limit: PositiveInt = 64  # images among which the nearest one is looked for
+    one: str = ""  # with `other`, two images of the user's own: files or keys of samples
+    other: str = ""
+
+    def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
+        from eagleray.protocols.visual.explore import pairs
+
+        return pairs(backbone, data, self, workspace)
+
+
+class Throughput(Protocol[None]):
+    """The speed, size and memory of a backbone."""
+
+    about = "images/s, parameters, multiply-adds and memory"
+    size: PositiveInt = Evaluate.size
+    batch: PositiveInt | None = None  # images; None: 128, or 4 on a CPU
+    rounds: PositiveInt = 10
+
+    @classmethod
+    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
+        return {"size": evaluate.size}
+
+    def data(self) -> Nothing:
+        return Nothing()
+
+    def run(self, backbone: "Backbone", data: None, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.throughput import throughput
+
+        return throughput(backbone, self, workspace.note)
+
+
+# Where the papers' scripts differ from protocols/linear.py: all of them leave the features unscaled. Their rates lie in
+# the middle of ours.
+DINO = {"epochs": 100, "batch": 1024, "scaled": False, "rates": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)}
+MOCO = {"epochs": 90, "batch": 1024, "scaled": False, "rates": (0.1, 0.3, 1.0, 3.0, 10.0)}
+LAST = {"features": "last4"}
+PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mocov3": ("MoCo v3", MOCO),
+    "dino": ("DINO, on the last 4 blocks", DINO | LAST),
+    "esvit": ("EsViT, on the last 4 blocks", DINO | LAST),
+    "selfpatch": ("SelfPatch", DINO),
+}
+CACHED = "linear classifier on cached features, with the settings of"
+SHIPPED = {
+    "knn": Listed(Knn),
+    "linear": Listed(Linear),
+    **{f"linear@{name}": Listed(Linear, f"{CACHED} {title}", preset) for name, (title, preset) in PAPERS.items()},
+    "linear_augmented": Listed(LinearAugmented),
+    **{
+        f"linear_augmented@{name}": Listed(
+            LinearAugmented,
+            f"the same, with the settings of {title}",
+            {key: value for key, value in preset.items() if key != "scaled"},
+        )
+        for name, (title, preset) in PAPERS.items()
+    },
+    "semi_supervised": Listed(SemiSupervised),
+    "semi_supervised@10": Listed(SemiSupervised, "the same on 10 % of the labels", {"labels": 0.1, "epochs": 30}),
+    "correspondence": Listed(Correspondence),
+    "logistic": Listed(Logistic),
+    "suite": Listed(SuiteOf18),
+    "attention": Listed(Attention),
+    "components": Listed(Components),
+    "neighbours": Listed(Neighbours),
+    "pairs": Listed(Pairs),
+    "throughput": Listed(Throughput),
+}

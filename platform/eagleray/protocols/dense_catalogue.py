@@ -1,0 +1,127 @@
+"""List the protocols that fine-tune detectors and segmenters, and those on videos.
+
+A class imports the module that computes its numbers when it runs, so that light commands know all settings."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from eagleray.protocols.needs import Folder
+from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.protocol import Listed, Protocol, Workspace
+
+if TYPE_CHECKING:
+    from eagleray.models.backbone import Backbone
+
+
+class VideoPicture(Protocol[Path]):
+    """Pictures of the attention and of the components of the patches in the frames of a video."""
+
+    about = "attention and principal components of the frames of a video, as a strip and an animation"
+    size: PositiveInt = 320  # short side of the frames, in pixels
+    limit: PositiveInt = 100  # frames, evenly spread
+    rate: PositiveInt = 12  # frames a second of the animation
+
+    def data(self) -> Folder:
+        return Folder("frames")
+
+    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.visual.video import video
+
+        return video(backbone, data, self, workspace)
+
+
+class Detection(Protocol[Path]):
+    """A detector on a copy of the backbone, fine-tuned on a data set in COCO's layout."""
+
+    about = "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout"
+    ranks = True
+    schedule: str = "1x"  # one of pipelines/detection, or a YAML file of the same settings
+
+    def data(self) -> Folder:
+        return Folder("coco")
+
+    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.detection.detection import detection
+
+        return detection(backbone, data, self, workspace)
+
+
+class Positives(Protocol[Path]):
+    """How many neighbours of a patch show the same objects, and how many of the most similar ones do."""
+
+    about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
+    size: PositiveInt = 224
+    chosen: Annotated[int, Field(ge=1, le=8)] = 4  # most similar neighbours that count
+
+    def data(self) -> Folder:
+        return Folder("coco")
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols.eval_mode import check_patches
+
+        check_patches(backbone, self.size)
+
+    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.detection.positives import positives
+
+        return positives(backbone, data, self)
+
+
+class Segmentation(Protocol[Path]):
+    """A segmenter on a copy of the backbone, fine-tuned on images with masks."""
+
+    about = "Semantic FPN or UPerNet, fine-tuned on images with masks"
+    ranks = True
+    head: str = "fpn"
+    steps: int | None = None  # None: those of the paper for this head
+    batch: int = 16
+    size: int = 512  # side of the crops and short side of the images, in pixels
+    lr: PositiveFloat = 6e-5
+    weight_decay: NonNegativeFloat = 0.01
+    width: int | None = None  # channels of the head; None: those of the paper
+    multi_scale: bool = False  # whether predictions are also averaged over six sizes and mirror images
+    seed: NonNegativeInt = 0
+
+    def data(self) -> Folder:
+        return Folder("masks")
+
+    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.segmentation.segmentation import segmentation
+
+        return segmentation(backbone, data, self, workspace)
+
+
+class Davis(Protocol[Path]):
+    """Object masks of a video's first frame, propagated by the similarity of patches."""
+
+    about = "object masks propagated through videos, without training"
+    ranks = True
+    split: str = "val"
+    size: PositiveInt = 480  # short side of the frames, in pixels
+    n_last_frames: NonNegativeInt = 7  # whose masks, beside the first, are propagated
+    topk: PositiveInt = 5  # most similar patches that vote
+    size_mask_neighborhood: NonNegativeInt = 12  # rows and columns that a patch may move; 0: any number
+
+    def data(self) -> Folder:
+        return Folder("davis")
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols.eval_mode import check_patches
+
+        check_patches(backbone, self.size)
+
+    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
+        from eagleray.protocols.video.davis import davis
+
+        return davis(backbone, data, self, workspace)
+
+
+SHIPPED = {
+    "video": Listed(VideoPicture),
+    "detection": Listed(Detection),
+    "positives": Listed(Positives),
+    "segmentation": Listed(Segmentation),
+    "davis": Listed(Davis),
+}
