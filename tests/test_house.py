@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Bottom first: a room imports only rooms before it.
 ROOMS = ["base", "config", "storage", "views", "data", "models", "losses", "methods", "engine", "datasets", "protocols"]
-ROOMS += ["runs", "cluster", "evaluation", "curation", "exports", "sweeps", "reports", "api", "cli"]
+ROOMS += ["dense", "runs", "cluster", "evaluation", "curation", "exports", "sweeps", "reports", "api", "cli"]
 OWNERS = {
     "ray": {"cluster/", "sweeps/ray_tune.py", "sweeps/schedulers.py", "sweeps/trial.py"},
     "mlflow": {"runs/mlflow_"},
@@ -37,6 +37,7 @@ OWNERS = {
     "matplotlib": {
         "base/plotting.py",
         "datasets/contact_sheet.py",
+        "dense/",
         "protocols/",
         "reports/data_plots.py",
         "reports/plots.py",
@@ -48,12 +49,12 @@ OWNERS = {
     "optuna": {"sweeps/sweep.py"},
     "duckdb": {"data/expressions.py"},
     "pillow_heif": {"data/pixels.py"},
-    "faster_coco_eval": {"protocols/detection/scores.py"},
+    "faster_coco_eval": {"dense/detection/scores.py"},
     "sklearn": {"protocols/"},
     "scipy": {
         "datasets/sources/",
         "protocols/logistic_shards.py",
-        "protocols/video/measures.py",
+        "dense/video/measures.py",
         "sweeps/label_free.py",
     },
     "typer": {"cli/"},

@@ -29,6 +29,7 @@ from eagleray.datasets.shapes import image
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.evaluation import evaluate, extraction, feature_cache, results
 from eagleray.evaluation.extraction import Task, join_shares
+from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.evaluation.results import Result
 from eagleray.evaluation.target import Target, expect, load_target
 from eagleray.models.backbone import Backbone
@@ -39,7 +40,6 @@ from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
-from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import mlflow_run, pretrain, recipe
 from eagleray.runs.tracking import Tracking

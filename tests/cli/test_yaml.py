@@ -11,7 +11,7 @@ from eagleray import config
 from eagleray.api.overrides import overrides_of
 from eagleray.base.errors import UserError
 from eagleray.config import plugins, yaml_text
-from eagleray.protocols.registry import PROTOCOLS
+from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.runs import recipe
 from eagleray.sweeps import sweep
 

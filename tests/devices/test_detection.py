@@ -4,8 +4,8 @@ import torch
 from helpers.simulated_device import DEVICE, simulated
 from torch import nn
 
+from eagleray.dense.detection.c4 import freeze
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.detection.c4 import freeze
 
 
 @torch.no_grad()

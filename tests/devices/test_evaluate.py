@@ -11,10 +11,10 @@ from helpers.simulated_device import DEVICE, simulated
 
 from eagleray.engine import precision
 from eagleray.evaluation import evaluate
+from eagleray.evaluation.registry import SHIPPED
 from eagleray.evaluation.target import Target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
-from eagleray.protocols.registry import SHIPPED
 from eagleray.protocols.settings import Evaluate
 
 MEASURED = ("images_per_s", "step_s", "forward_mib", "step_mib")  # by a clock, or by another count of memory

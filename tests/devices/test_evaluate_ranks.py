@@ -13,18 +13,18 @@ from helpers.simulated_device import DEVICE, simulated
 from helpers.simulated_ranks import simulated_group
 
 from eagleray.base import dist
+from eagleray.dense.detection.detection import detection
+from eagleray.dense.segmentation import heads
+from eagleray.dense.segmentation.segmentation import segmentation
 from eagleray.engine import precision
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.catalogue import Knn, Linear
-from eagleray.protocols.detection.detection import detection
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.logistic import logistic
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import renumber
-from eagleray.protocols.segmentation import heads
-from eagleray.protocols.segmentation.segmentation import segmentation
 
 Measured = dict[str, tuple[Mapping[str, float], list[float]]]  # numbers and losses by protocol
 

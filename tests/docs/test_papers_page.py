@@ -9,7 +9,7 @@ from braceexpand import braceexpand
 from helpers.walks import check_all
 
 from eagleray.config import bundled
-from eagleray.protocols.registry import PROTOCOLS
+from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.runs import recipe
 
 ROOT = Path(__file__).parents[2]

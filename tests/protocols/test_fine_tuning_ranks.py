@@ -14,16 +14,16 @@ from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import Detection, Segmentation
+from eagleray.dense.detection import detection as detecting
+from eagleray.dense.detection import train as training
+from eagleray.dense.detection.data import Coco
+from eagleray.dense.segmentation import heads
+from eagleray.dense.segmentation import segmentation as segmenting
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
-from eagleray.protocols.dense_catalogue import Detection, Segmentation
-from eagleray.protocols.detection import detection as detecting
-from eagleray.protocols.detection import train as training
-from eagleray.protocols.detection.data import Coco
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.segmentation import heads
-from eagleray.protocols.segmentation import segmentation as segmenting
 
 STEPS = 4
 

@@ -11,6 +11,7 @@ from helpers.features import clusters
 
 from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
+from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.features import (
@@ -26,7 +27,6 @@ from eagleray.protocols.linear import Split, linear
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
 from eagleray.protocols.protocol import FeatureProtocol, Listed, Workspace, as_option
-from eagleray.protocols.registry import PROTOCOLS
 from eagleray.protocols.settings import Evaluate
 
 

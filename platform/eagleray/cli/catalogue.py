@@ -76,7 +76,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
         return {name: str(dataset) for name, dataset in DATASETS.items()} | of_plugins("source")
     if kind == "protocols":
-        from eagleray.protocols.registry import PROTOCOLS
+        from eagleray.evaluation.registry import PROTOCOLS
 
         return {name: str(protocol) for name, protocol in PROTOCOLS.items()}
     from eagleray.config import bundled

@@ -21,6 +21,7 @@ from eagleray.engine import world
 from eagleray.evaluation import results
 from eagleray.evaluation.data import CommandSource, Inputs
 from eagleray.evaluation.on_workers import Job, Measurement, run_on_ranks
+from eagleray.evaluation.registry import PROTOCOLS, select
 from eagleray.evaluation.results import UNTRAINED, Result, Row
 from eagleray.evaluation.target import Target, check_crop, load_target
 from eagleray.models.token_linear import on_device
@@ -28,7 +29,6 @@ from eagleray.protocols import feature_types
 from eagleray.protocols.needs import Features, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import FeatureProtocol, Listed, Protocol, Workspace
-from eagleray.protocols.registry import PROTOCOLS, select
 from eagleray.runs import layout, mlflow_run, tracking
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store

@@ -5,8 +5,8 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from eagleray.base.errors import UserError
+from eagleray.dense.feature_maps import Maps
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.feature_maps import Maps
 
 TAPS = (4, 6, 8, 12)  # the blocks of a ViT with twelve whose output is read (SelfPatch)
 

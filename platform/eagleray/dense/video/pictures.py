@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import VideoPicture
+from eagleray.dense.video.davis import read_frame, resize
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.dense_catalogue import VideoPicture
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.video.davis import read_frame, resize
 from eagleray.protocols.visual import draw
 from eagleray.protocols.visual.attention import has_attention, head_maps, maps
 from eagleray.protocols.visual.explore import coloured

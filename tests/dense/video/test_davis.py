@@ -10,10 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from eagleray.base.errors import UserError
-from eagleray.protocols.dense_catalogue import Davis
-from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.video import davis as module
-from eagleray.protocols.video.davis import (
+from eagleray.dense.catalogue import Davis
+from eagleray.dense.video import davis as module
+from eagleray.dense.video.davis import (
     colours,
     davis,
     frame_shape,
@@ -23,7 +22,8 @@ from eagleray.protocols.video.davis import (
     tokens,
     videos,
 )
-from eagleray.protocols.video.measures import boundary, contour, region
+from eagleray.dense.video.measures import boundary, contour, region
+from eagleray.protocols.protocol import Workspace
 
 
 @cases("davis_j_f")

@@ -14,9 +14,8 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import maskrcnn_inference
 
 from eagleray.base.errors import UserError
-from eagleray.models.backbone import Backbone
-from eagleray.protocols.detection.detectron_parts import Parts, region_pool
-from eagleray.protocols.detection.heads import (
+from eagleray.dense.detection.detectron_parts import Parts, region_pool
+from eagleray.dense.detection.heads import (
     RATIOS,
     STAGES,
     BoxPredictor,
@@ -28,7 +27,8 @@ from eagleray.protocols.detection.heads import (
     assemble,
     matching,
 )
-from eagleray.protocols.feature_maps import COARSEST, SIZE, probe
+from eagleray.dense.feature_maps import COARSEST, SIZE, probe
+from eagleray.models.backbone import Backbone
 
 SCALES = (0.25, 0.5, 1, 2, 4)  # widths of the anchors of a cell, by the one that `anchor` states
 HIDDEN = 256  # channels in front of the masks

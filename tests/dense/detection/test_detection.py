@@ -12,16 +12,16 @@ from PIL import Image
 from torchvision.ops import box_iou
 
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import Detection
+from eagleray.dense.detection import coco_values
+from eagleray.dense.detection import data as data
+from eagleray.dense.detection import detection as protocol
+from eagleray.dense.detection import heads as heads
+from eagleray.dense.detection import scores as scoring
+from eagleray.dense.detection import train as training
+from eagleray.dense.detection.pyramid import FeaturePyramid
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
-from eagleray.protocols.dense_catalogue import Detection
-from eagleray.protocols.detection import coco_values
-from eagleray.protocols.detection import data as data
-from eagleray.protocols.detection import detection as protocol
-from eagleray.protocols.detection import heads as heads
-from eagleray.protocols.detection import scores as scoring
-from eagleray.protocols.detection import train as training
-from eagleray.protocols.detection.pyramid import FeaturePyramid
 from eagleray.protocols.protocol import Workspace
 
 VIT = {"embed_dim": 24, "depth": 4, "num_heads": 3}

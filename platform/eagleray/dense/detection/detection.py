@@ -15,15 +15,15 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 from eagleray import config
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import Detection
+from eagleray.dense.detection.c4 import freeze, mask_rcnn_c4
+from eagleray.dense.detection.data import Coco
+from eagleray.dense.detection.heads import mask_rcnn
+from eagleray.dense.detection.pyramid import FeaturePyramid
+from eagleray.dense.detection.scores import scores, to_runs
+from eagleray.dense.detection.train import DetectionSchedule, fit, load_schedule
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.dense_catalogue import Detection
-from eagleray.protocols.detection.c4 import freeze, mask_rcnn_c4
-from eagleray.protocols.detection.data import Coco
-from eagleray.protocols.detection.heads import mask_rcnn
-from eagleray.protocols.detection.pyramid import FeaturePyramid
-from eagleray.protocols.detection.scores import scores, to_runs
-from eagleray.protocols.detection.train import DetectionSchedule, fit, load_schedule
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.fine_tuning import read_beforehand

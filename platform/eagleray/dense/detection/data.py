@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from eagleray.base.errors import UserError
 from eagleray.base.files import is_file
 from eagleray.data.decode import BadImage, decode
-from eagleray.protocols.detection.coco_values import is_mask, is_numbers, shown, wrong_values
-from eagleray.protocols.detection.scores import area, to_mask
+from eagleray.dense.detection.coco_values import is_mask, is_numbers, shown, wrong_values
+from eagleray.dense.detection.scores import area, to_mask
 
 FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # where the images of a split may be
 CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels of resized images and their crops

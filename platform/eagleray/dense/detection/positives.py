@@ -12,10 +12,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
+from eagleray.dense.catalogue import Positives
+from eagleray.dense.detection.data import Coco, Example
 from eagleray.models.backbone import Backbone
 from eagleray.models.patch_neighbors import most_similar_neighbours, neighbours
-from eagleray.protocols.dense_catalogue import Positives
-from eagleray.protocols.detection.data import Coco, Example
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric

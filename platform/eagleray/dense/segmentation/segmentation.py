@@ -18,19 +18,19 @@ from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
+from eagleray.dense.catalogue import Segmentation
+from eagleray.dense.feature_maps import Maps
+from eagleray.dense.segmentation import scores as scoring
+from eagleray.dense.segmentation.data import IGNORED, Masks, crops, resized_shape
+from eagleray.dense.segmentation.heads import SemanticFPN, UPerNet
+from eagleray.dense.segmentation.picture import Comparison, draw, table
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.dense_catalogue import Segmentation
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
 from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import explain_failure
-from eagleray.protocols.feature_maps import Maps
 from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own, read_beforehand
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.segmentation import scores as scoring
-from eagleray.protocols.segmentation.data import IGNORED, Masks, crops, resized_shape
-from eagleray.protocols.segmentation.heads import SemanticFPN, UPerNet
-from eagleray.protocols.segmentation.picture import Comparison, draw, table
 from eagleray.storage.ordered_map import ordered_map
 
 WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the rate that it begins with

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagleray.base.plotting import DPI
-from eagleray.protocols.segmentation.data import IGNORED
-from eagleray.protocols.segmentation.scores import class_scores
+from eagleray.dense.segmentation.data import IGNORED
+from eagleray.dense.segmentation.scores import class_scores
 
 GOLDEN = 0.618034  # of the circle of hues from one class to the next, so that consecutive classes differ
 NONE = (32, 32, 32)  # pixels of no class

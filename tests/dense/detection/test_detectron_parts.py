@@ -9,10 +9,10 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
+from eagleray.dense.detection import heads
+from eagleray.dense.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
+from eagleray.dense.detection.pyramid import FeaturePyramid
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.detection import heads
-from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
-from eagleray.protocols.detection.pyramid import FeaturePyramid
 
 BOTH: tuple[Parts, Parts] = ("detectron2", "torchvision")
 NAMES, STRIDES = ["0", "1", "2", "3"], [4, 8, 16, 32]

@@ -23,13 +23,13 @@ from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.base.progress import seconds_left
 from eagleray.data.decode import BadImage, decode
+from eagleray.dense.catalogue import Davis
+from eagleray.dense.video.measures import boundary, region
 from eagleray.models.backbone import Backbone
 from eagleray.models.stages import stage_outputs, stages
-from eagleray.protocols.dense_catalogue import Davis
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.video.measures import boundary, region
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
 

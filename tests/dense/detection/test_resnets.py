@@ -16,10 +16,10 @@ from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import RecipeError
 from eagleray.config.schedule import Progress
+from eagleray.dense.detection import detection as protocol
+from eagleray.dense.detection.data import Coco
+from eagleray.dense.detection.train import DetectionSchedule, fit, load_schedule
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.detection import detection as protocol
-from eagleray.protocols.detection.data import Coco
-from eagleray.protocols.detection.train import DetectionSchedule, fit, load_schedule
 
 FROZEN = FrozenBatchNorm2d, FrozenBatchNormAct2d
 SMALL: dict[str, Any] = {"drop_path": 0.0, "sizes": [64], "longest": 96, "channels": 16, "regions": 16, "anchor": 4}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
-from eagleray.protocols.segmentation.data import IGNORED, resized_shape
+from eagleray.dense.segmentation.data import IGNORED, resized_shape
 from eagleray.views.photometric import normalise
 
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # of the images behind DRLoc's and Swin's numbers; each is also mirrored

@@ -6,11 +6,12 @@ from typing import Any
 from eagleray import config
 from eagleray.base.errors import PluginError
 from eagleray.config import register
-from eagleray.protocols import catalogue, dense_catalogue
+from eagleray.dense import catalogue as dense
+from eagleray.protocols import catalogue
 from eagleray.protocols.protocol import Listed, Protocol
 
 # In the order of `eagleray list protocols`.
-SHIPPED = {**catalogue.SHIPPED, **dense_catalogue.SHIPPED}
+SHIPPED = {**catalogue.SHIPPED, **dense.SHIPPED}
 
 
 def _from_plugin(entry: register.Entry) -> Listed:

@@ -9,7 +9,7 @@ from helpers import annotated
 from helpers.fuzzing import counts, examples, generators, one_line
 from helpers.mutations import change_bytes, change_tree
 
-from eagleray.protocols.detection.data import Coco
+from eagleray.dense.detection.data import Coco
 
 
 @pytest.mark.parametrize("count", counts(150))

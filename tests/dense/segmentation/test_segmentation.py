@@ -12,17 +12,17 @@ from PIL import Image
 from timm.layers import DropPath
 
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import Segmentation
+from eagleray.dense.feature_maps import Maps
+from eagleray.dense.segmentation import data, heads, segmentation
+from eagleray.dense.segmentation.data import IGNORED, Masks, crop, crops, resized_shape
+from eagleray.dense.segmentation.scores import SCALES, class_scores, confusion, probabilities, scores
+from eagleray.dense.segmentation.segmentation import HEADS, Segmenter, poly
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
-from eagleray.protocols.dense_catalogue import Segmentation
 from eagleray.protocols.digests import weights_digest
 from eagleray.protocols.drop_path import set_drop_path
-from eagleray.protocols.feature_maps import Maps
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.segmentation import data, heads, segmentation
-from eagleray.protocols.segmentation.data import IGNORED, Masks, crop, crops, resized_shape
-from eagleray.protocols.segmentation.scores import SCALES, class_scores, confusion, probabilities, scores
-from eagleray.protocols.segmentation.segmentation import HEADS, Segmenter, poly
 from eagleray.views.photometric import normalise_
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 4, "num_heads": 3}

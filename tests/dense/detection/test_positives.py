@@ -11,10 +11,10 @@ from helpers.annotated import coco
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
-from eagleray.protocols.dense_catalogue import Positives
-from eagleray.protocols.detection.data import Example
-from eagleray.protocols.detection.positives import class_map, positive_neighbours, positives
-from eagleray.protocols.registry import PROTOCOLS
+from eagleray.dense.catalogue import Positives
+from eagleray.dense.detection.data import Example
+from eagleray.dense.detection.positives import class_map, positive_neighbours, positives
+from eagleray.evaluation.registry import PROTOCOLS
 
 
 def test_patches_of_one_class_are_positives_of_each_other():

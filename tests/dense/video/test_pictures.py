@@ -10,13 +10,13 @@ from helpers.golden_cases import vit
 from PIL import Image
 
 from eagleray.base.errors import UserError
+from eagleray.dense.catalogue import VideoPicture
+from eagleray.dense.video.pictures import described, frame_files, video
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.dense_catalogue import VideoPicture
 from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.protocols.visual.attention import head_maps, maps
 from eagleray.protocols.visual.explore import coloured
-from eagleray.protocols.visual.video import described, frame_files, video
 from eagleray.views.photometric import normalise
 
 

@@ -20,8 +20,8 @@ from eagleray.config import STRICT, bundled
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.index import Note
-from eagleray.protocols.detection.data import Coco, Example
-from eagleray.protocols.detection.detectron_parts import Parts
+from eagleray.dense.detection.data import Coco, Example
+from eagleray.dense.detection.detectron_parts import Parts
 from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
 from eagleray.storage.ordered_map import ordered_map
 

@@ -27,7 +27,7 @@ class VideoPicture(Protocol[Path]):
         return Folder("frames")
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.protocols.visual.video import video
+        from eagleray.dense.video.pictures import video
 
         return video(backbone, data, self, workspace)
 
@@ -43,7 +43,7 @@ class Detection(Protocol[Path]):
         return Folder("coco")
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.protocols.detection.detection import detection
+        from eagleray.dense.detection.detection import detection
 
         return detection(backbone, data, self, workspace)
 
@@ -64,7 +64,7 @@ class Positives(Protocol[Path]):
         check_patches(backbone, self.size)
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.protocols.detection.positives import positives
+        from eagleray.dense.detection.positives import positives
 
         return positives(backbone, data, self)
 
@@ -88,7 +88,7 @@ class Segmentation(Protocol[Path]):
         return Folder("masks")
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.protocols.segmentation.segmentation import segmentation
+        from eagleray.dense.segmentation.segmentation import segmentation
 
         return segmentation(backbone, data, self, workspace)
 
@@ -113,7 +113,7 @@ class Davis(Protocol[Path]):
         check_patches(backbone, self.size)
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.protocols.video.davis import davis
+        from eagleray.dense.video.davis import davis
 
         return davis(backbone, data, self, workspace)
 

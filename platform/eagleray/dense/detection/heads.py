@@ -17,8 +17,8 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import clip_boxes_to_image, remove_small_boxes
 
-from eagleray.protocols.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
-from eagleray.protocols.detection.pyramid import FeaturePyramid
+from eagleray.dense.detection.detectron_parts import L1Proposals, Parts, giou_loss, l1_losses, own, region_pool
+from eagleray.dense.detection.pyramid import FeaturePyramid
 
 Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None

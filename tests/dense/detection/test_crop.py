@@ -10,11 +10,11 @@ import pytest
 import torch
 from helpers import annotated
 
+from eagleray.dense.detection import detection as protocol
+from eagleray.dense.detection.data import CROP_SHORTS, Coco, cut, draw_crop
+from eagleray.dense.detection.train import batches, fit, load_schedule
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
-from eagleray.protocols.detection import detection as protocol
-from eagleray.protocols.detection.data import CROP_SHORTS, Coco, cut, draw_crop
-from eagleray.protocols.detection.train import batches, fit, load_schedule
 
 SHAPES = [(480, 640), (640, 427), (300, 1000), (32, 32), (1, 1), (2, 1), (1, 3000), (5000, 30)]
 
