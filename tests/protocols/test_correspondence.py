@@ -145,7 +145,7 @@ def index(mosaic: Path) -> Index:
 
 def test_content_is_found_in_every_image_that_decodes(index: Index):
     backbone = Ranks()
-    found = correspondence(backbone, index, Correspondence(size=32, resize=32))
+    found = correspondence(backbone, index, Correspondence(size=32, resize=32)).numbers
     assert found == {"correspondence/accuracy": 1, "correspondence/error": 0, "correspondence/images": 23}
     assert backbone.training
 
@@ -154,17 +154,17 @@ def test_the_same_numbers_in_batches_of_any_size_and_each_time(index: Index, mon
     torch.manual_seed(0)
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
     backbone = Backbone("vit_tiny_patch16_224", options=options)
-    whole = correspondence(backbone, index, Correspondence(size=32, resize=32))
+    whole = correspondence(backbone, index, Correspondence(size=32, resize=32)).numbers
     torch.manual_seed(1)
-    assert correspondence(backbone, index, Correspondence(size=32, resize=32)) == whole
+    assert correspondence(backbone, index, Correspondence(size=32, resize=32)).numbers == whole
     monkeypatch.setattr(module, "BATCH", 5)
-    assert correspondence(backbone, index, Correspondence(size=32, resize=32)) == pytest.approx(whole, rel=1e-6)
+    assert correspondence(backbone, index, Correspondence(size=32, resize=32)).numbers == pytest.approx(whole, rel=1e-6)
     assert 0 < whole["correspondence/accuracy"] < 1
 
 
 def test_a_limit_of_images(index: Index):
     backbone = Ranks()
-    found = correspondence(backbone, index, Correspondence(size=32, resize=32, limit=7))
+    found = correspondence(backbone, index, Correspondence(size=32, resize=32, limit=7)).numbers
     assert found["correspondence/images"] in (6, 7)
     assert backbone.seen == 2 * found["correspondence/images"]
 
@@ -175,7 +175,7 @@ def test_ranks_share_the_images(index: Index, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "gather_objects", lambda x: [*parts, x] if dist.rank() else parts.append(x) or parts)
     for rank, images in enumerate((12, 23)):  # of 12 and 12, one of which does not decode
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        found = correspondence(Ranks(), index, Correspondence(size=32, resize=32))
+        found = correspondence(Ranks(), index, Correspondence(size=32, resize=32)).numbers
         assert found == {"correspondence/accuracy": 1, "correspondence/error": 0, "correspondence/images": images}
 
 

@@ -71,13 +71,13 @@ class Red(nn.Module):
 def test_a_backbone_that_sees_the_objects_chooses_the_positives(tmp_path: Path):
     """The square of each of two images covers whole patches and parts of others."""
     folder: Any = coco(tmp_path, 2)
-    found = positives(Red(1.0), folder, Positives(size=32, chosen=1))
+    found = positives(Red(1.0), folder, Positives(size=32, chosen=1)).numbers
     assert found["positives/images"] == 2
     assert 0 < found["positives/chance"] < found["positives/precision"] <= 100
     assert 0 < found["positives/mean"] < 84 / 16  # of a grid of 4 x 4 there are 84 neighbours
     assert found["positives/chance"] == pytest.approx(100 * found["positives/mean"] * 16 / 84)
     assert found["positives/on_objects"] != found["positives/mean"]
-    every = positives(Red(1.0), folder, Positives(size=32, chosen=8))
+    every = positives(Red(1.0), folder, Positives(size=32, chosen=8)).numbers
     assert every["positives/precision"] == pytest.approx(every["positives/chance"]), "all neighbours are chosen"
 
 
