@@ -87,6 +87,7 @@ lint: setup
 	$(RUN)/ruff check
 	$(RUN)/ruff format --check
 	$(RUN)/mypy
+	$(RUN)/python docs/weight.py
 
 # The pages of docs/ as site/index.html, which opens without a network; a dead link ends it. Its tool has an environment of
 # its own: no page imports the package, whose environment has 8 GB. What is written from the code is kept in docs/, and tests
