@@ -13,9 +13,8 @@ from helpers.simulated_device import DEVICE, simulated
 from helpers.simulated_ranks import simulated_group
 
 from eagleray.base import dist
-from eagleray.dense.detection.detection import detection
+from eagleray.dense.catalogue import Detection, Segmentation
 from eagleray.dense.segmentation import heads
-from eagleray.dense.segmentation.segmentation import segmentation
 from eagleray.engine import precision
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.catalogue import Knn, Linear
@@ -23,8 +22,8 @@ from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.logistic import logistic
-from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import renumber
+from eagleray.protocols.protocol import Workspace
 
 Measured = dict[str, tuple[Mapping[str, float], list[float]]]  # numbers and losses by protocol
 
@@ -42,20 +41,20 @@ def classify(device: torch.device, folder: Path) -> Measured:
 def fine_tune(device: torch.device, folder: Path) -> Measured:
     """Measure with networks that are fine-tuned, without dropout, which each rank draws for itself."""
 
-    def run(protocol: Callable[..., Outcome], **settings: object) -> tuple[Mapping[str, float], list[float]]:
+    def run(protocol: Detection | Segmentation) -> tuple[Mapping[str, float], list[float]]:
         torch.manual_seed(0)
         lines: list[str] = []
         backbone = Backbone("test_resnet").to(device)  # it has batch norm
-        data = folder / protocol.__name__
-        outcome = protocol(backbone, data, data / str(dist.size()), lines.append, **settings)
+        data = folder / type(protocol).__name__.lower()
+        outcome = protocol.run(backbone, data, Workspace(data / str(dist.size()), lines.append))
         assert all(picture.exists() for picture in outcome.pictures)
         return outcome.numbers, [float(line.split("loss ")[1].split()[0]) for line in lines if "loss " in line]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "DROPOUT", 0.0)
         return {
-            "segmentation": run(segmentation, steps=3, batch=5, size=32, width=16, lr=1e-3),
-            "detection": run(detection, schedule=str(folder / "detection" / "schedule.yaml")),
+            "segmentation": run(Segmentation(steps=3, batch=5, size=32, width=16, lr=1e-3)),
+            "detection": run(Detection(schedule=str(folder / "detection" / "schedule.yaml"))),
         }
 
 

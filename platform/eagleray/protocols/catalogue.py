@@ -46,10 +46,7 @@ class Knn(FeatureProtocol):
     k: PositiveInt = 20
     ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours to measure top-1 with
     temperature: PositiveFloat = 0.07
-
-    @classmethod
-    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"k": evaluate.k, "temperature": evaluate.temperature} | super().of_recipe(evaluate)
+    recipe = ("k", "temperature", "size", "resize")
 
     def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
         from eagleray.protocols.knn import knn
@@ -91,10 +88,7 @@ class LinearAugmented(Protocol["ProbeSets"]):
     rates: Rates = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     labels: float | Keys = 1.0  # share of the labels, or a file with the keys of the images
     seed: NonNegativeInt = 0
-
-    @classmethod
-    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"size": evaluate.size, "resize": evaluate.resize}
+    recipe = ("size", "resize")
 
     def data(self) -> Labelled:
         return Labelled()
@@ -117,10 +111,7 @@ class SemiSupervised(Protocol["ProbeSets"]):
     batch: PositiveInt = 4096
     lr: PositiveFloat = 0.05  # for a batch of 256; it scales linearly with the batch
     seed: NonNegativeInt = 0
-
-    @classmethod
-    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"size": evaluate.size, "resize": evaluate.resize}
+    recipe = ("size", "resize")
 
     def data(self) -> Labelled:
         return Labelled()
@@ -168,10 +159,7 @@ class Correspondence(PatchProtocol):
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
     limit: PositiveInt = 50_000  # images; as in the paper: ImageNet's validation images
-
-    @classmethod
-    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"size": evaluate.size, "resize": evaluate.resize}
+    recipe = ("size", "resize")
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
         from eagleray.protocols.correspondence import correspondence
@@ -247,10 +235,7 @@ class Throughput(Protocol[None]):
     size: PositiveInt = Evaluate.size
     batch: PositiveInt | None = None  # images; None: 128, or 4 on a CPU
     rounds: PositiveInt = 10
-
-    @classmethod
-    def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"size": evaluate.size}
+    recipe = ("size",)
 
     def data(self) -> Nothing:
         return Nothing()

@@ -37,12 +37,7 @@ HELD_OUT = 50_000  # images at most that pick the learning rate
 
 
 @in_eval_mode
-def linear_augmented(
-    backbone: Backbone,
-    sets: ProbeSets,
-    settings: LinearAugmented,
-    workspace: Workspace,
-) -> Outcome:
+def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmented, workspace: Workspace) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent after the last epoch, and after the epoch with the highest top-1 on
     the test set, which the papers' scripts print.
 

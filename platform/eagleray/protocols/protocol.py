@@ -53,12 +53,13 @@ class Protocol(BaseModel, Generic[D]):
 
     model_config = {**config.STRICT, "frozen": True}
     about: ClassVar[str] = ""  # one line for `eagleray list protocols`
+    recipe: ClassVar[tuple[str, ...]] = ()  # settings that the recipe of a run determines, by the same names
     ranks: ClassVar[bool] = False  # whether all ranks of a process group may run it together, and share its work
 
     @classmethod
     def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
         """Return the settings that the recipe of a run determines."""
-        return {}
+        return {name: getattr(evaluate, name) for name in cls.recipe}
 
     @abstractmethod
     def data(self) -> Need[D]:
@@ -80,10 +81,11 @@ class FrozenProtocol(Protocol[D], Generic[D]):
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
     features: str = "pooled"
+    recipe: ClassVar[tuple[str, ...]] = ("size", "resize")
 
     @classmethod
     def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        return {"size": evaluate.size, "resize": evaluate.resize, "features": cls.model_fields["features"].default}
+        return super().of_recipe(evaluate) | {"features": cls.model_fields["features"].default}
 
     def check(self, backbone: "Backbone") -> None:
         from eagleray.protocols import feature_types

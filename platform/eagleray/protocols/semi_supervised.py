@@ -29,12 +29,7 @@ from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, withou
 
 
 @in_eval_mode
-def semi_supervised(
-    backbone: Backbone,
-    sets: ProbeSets,
-    settings: SemiSupervised,
-    workspace: Workspace,
-) -> Outcome:
+def semi_supervised(backbone: Backbone, sets: ProbeSets, settings: SemiSupervised, workspace: Workspace) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent of a copy of the backbone that is trained on a few labels.
 
     Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in

@@ -310,9 +310,9 @@ def test_images_of_which_none_decodes(tmp_path: Path):
     data = encode(Image.new("RGB", (32, 32)))
     write_shards([Sample("a", "png", data[:40])], str(tmp_path))
     index = open_index(str(tmp_path))
-    for protocol in (attention, components, pairs):
+    for protocol, settings in ((attention, Attention), (components, Components), (pairs, Pairs)):
         with pytest.raises(UserError, match="no image in this shard decodes"):
-            protocol(small(), index, out=tmp_path, size=32)
+            protocol(small(), index, settings(size=32), Workspace(tmp_path))
     with pytest.raises(UserError, match="0 images in these shards decode"):
         neighbours(small(), index, Neighbours(size=32), Workspace(tmp_path))
 

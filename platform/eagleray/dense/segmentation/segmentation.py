@@ -57,12 +57,7 @@ HEADS = {
 }
 
 
-def segmentation(
-    backbone: Backbone,
-    folder: Path,
-    protocol: Segmentation,
-    workspace: Workspace,
-) -> Outcome:
+def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, workspace: Workspace) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
     on the validation images.
 

@@ -68,12 +68,7 @@ class Measured(NamedTuple):
     picture: Path
 
 
-def davis(
-    backbone: Backbone,
-    data: Path,
-    protocol: Davis,
-    workspace: Workspace,
-) -> Outcome:
+def davis(backbone: Backbone, data: Path, protocol: Davis, workspace: Workspace) -> Outcome:
     """Measure J, F and J&F in percent for each sequence, and their means over all objects.
 
     They are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each

@@ -30,12 +30,7 @@ QUALITY = 80  # of WebP
 
 @torch.inference_mode()
 @in_eval_mode
-def video(
-    backbone: Backbone,
-    data: Path,
-    settings: VideoPicture,
-    workspace: Workspace,
-) -> Outcome:
+def video(backbone: Backbone, data: Path, settings: VideoPicture, workspace: Workspace) -> Outcome:
     """Draw the attention of the last block and the principal components of the patches for the frames of a video.
 
     `data` is a folder of frames, which are ordered by name. One basis of components serves all frames, so a colour

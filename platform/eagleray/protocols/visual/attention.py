@@ -44,12 +44,7 @@ class Maps(NamedTuple):
 
 @torch.inference_mode()
 @in_eval_mode
-def attention(
-    backbone: Backbone,
-    index: Index,
-    settings: Attention,
-    workspace: Workspace,
-) -> Outcome:
+def attention(backbone: Backbone, index: Index, settings: Attention, workspace: Workspace) -> Outcome:
     """Measure and draw the attention of each head in the last block.
 
     Two numbers are measured for each head, as means over the query patches and the images: the entropy of the attention

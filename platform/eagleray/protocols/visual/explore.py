@@ -123,12 +123,7 @@ def spread(x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 @in_eval_mode
-def neighbours(
-    backbone: Backbone,
-    index: Index,
-    settings: Neighbours,
-    workspace: Workspace,
-) -> Outcome:
+def neighbours(backbone: Backbone, index: Index, settings: Neighbours, workspace: Workspace) -> Outcome:
     """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
 
     With labels, also measure the percentage of neighbours that have the query's class. These have a green frame.
@@ -180,12 +175,7 @@ def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
 
 
 @torch.inference_mode()
-def pairs(
-    backbone: Backbone,
-    index: Index,
-    settings: Pairs,
-    workspace: Workspace,
-) -> Outcome:
+def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspace) -> Outcome:
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
     The second view of an image is a smaller and recoloured crop. The second image is the nearest of `limit` images. A
