@@ -30,6 +30,7 @@ COMMANDS = [
     "drloc_cost.py",
     "embed.py",
     "evaluate_scale.py",
+    "evidence.py --data DATA/cifar10 --work OUT",
     "faults.py",
     "lambda_search.py untrained:timm:resnet18 DATA/cifar10",
     "loader_memory.py",

@@ -45,7 +45,7 @@ def subject_of(row: NDArray[np.int64] | int) -> Any:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """Images of falling size; what is in them does not matter, as the features are given."""
-    samples = (Sample(f"{i:06d}", "jpg", bytes(2000 - i), int(subject_of(i))) for i in range(sum(SUBJECTS)))
+    samples = (Sample(f"{i:06d}", "jpg", b"x" * (2000 - i), int(subject_of(i))) for i in range(sum(SUBJECTS)))
     write_shards(samples, str(tmp_path / "shards"), size=50_000)
     return tmp_path / "shards"
 

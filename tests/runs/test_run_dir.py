@@ -61,7 +61,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_does_not_miss_it(small: Pat
     out = tmp_path / "run"
     run = RunDir(recipe.load(str(small), [f"out={out}"]), 0, Tracking("file:" + str(tmp_path / "mlruns")), command="c")
     run.__enter__()
-    run.begin(0, 1, resumes=False)
+    run.begin(0, 1, lengths=None)
     run.__exit__(RuntimeError, RuntimeError("no memory"), None)
     said = [line for line in (out / layout.LOG).read_text().splitlines() if " ERROR " in line or " WARNING " in line]
     assert "the run failed: RuntimeError: no memory" in said[0]

@@ -218,7 +218,8 @@ def test_what_took_hours_waits_for_a_store_that_is_away_for_a_minute(
     cloud.forced.extend([(503, "ServerBusy")] * 11)
     pack.put(f"{folder}/x", tmp_path / "x")
     cloud.forced.extend([(503, "ServerBusy")] * 11)
-    index_file.save([(Blob(f"{folder}/x.tar", 512), index_file.table_of([Row()]))], [f"{folder}/index.parquet"])
+    rows = [(Blob(f"{folder}/x.tar", 512), index_file.table_of([Row()]))]
+    index_file.save(rows, [f"{folder}/index.parquet"], {})
     assert sum(naps) > 60
     assert len(at(folder).list(f"{folder}/")) == 2
 

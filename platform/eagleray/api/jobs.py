@@ -16,7 +16,7 @@ from eagleray.cluster.jobs import Cluster
 class Job(cluster_jobs.Job):
     """A run that was submitted to a cluster, with its state at the time of the request."""
 
-    address: str = ""  # of the cluster's dashboard
+    address: str = ""  # the URL of the cluster's dashboard
 
     def follow(self) -> int:
         """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.

@@ -18,7 +18,7 @@ from eagleray.storage import store
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
-PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # of a summary
+PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # what is printed of a summary
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
     """
 
     out: str  # absolute path or s3:// URL
-    folder: Path  # of its files on this machine: that of `out`, or a copy of what is kept remotely
+    folder: Path  # the run's files on this machine: `out` itself, or a copy of what is kept remotely
 
     def __init__(self, out: "str | Path | Run", *, steps: int = 0) -> None:
         """Open a run. It counts as finished when it has taken its planned steps, and at least `steps`. Raises

@@ -25,7 +25,7 @@ from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
 
-LANES = 64  # as in recipes, where the batch can be dealt so
+LANES = 64  # the default of recipes, where it divides the batch
 WORKERS = 4  # loader processes, where there are lanes for them
 
 

@@ -8,9 +8,9 @@ import yaml
 from eagleray.config.yaml_schema import TAG, Dumper, Loader, plain
 
 CHARACTERS = 2**20
-VALUES = 100_000  # after aliases are replaced by what they stand for
-DEPTH = 64  # of lists and mappings in each other
-DIGITS = 100  # of one number, whose value takes quadratic time
+VALUES = 100_000  # the most values of a document with its aliases written out
+DEPTH = 64  # the deepest nesting of lists and mappings
+DIGITS = 100  # reading a number takes time that grows with the square of its digits
 LARGEST = 2**63 - 1
 NUMBERS = (f"{TAG}int", f"{TAG}float")
 TAGS = {*NUMBERS, *(f"{TAG}{kind}" for kind in ("map", "seq", "str", "bool", "null"))}

@@ -30,7 +30,7 @@ from eagleray.views.sampling import Views
 VIEWS = Views.of([View(size=224, count=2)])
 IMAGES = 256  # images that are decoded and cropped again and again
 LANES, ROWS = 8, 4  # lanes of the stream, and images of each lane in a step
-PROCESSES = 4  # of the loader, at most
+PROCESSES = 4  # the most loader processes
 PATIENT = 4  # a slow store is measured up to so many times as long
 HALF = 0.5  # share of the possible rate below which the loader itself is at fault
 LARGE = 640  # pixels: the mean longer side above which smaller images would help much
@@ -43,8 +43,8 @@ class Stage:
     name: str
     seconds: float
     images: int
-    bytes: int  # of image files
-    processes: int = 0  # that share the CPU work; 0 where the CPU is idle
+    bytes: int  # bytes of image files that were read
+    processes: int = 0  # processes that share the CPU work; 0 where the CPU is idle
 
     @property
     def rate(self) -> float:

@@ -55,18 +55,18 @@ class Pool:
                 except BaseException as e:
                     future.set_exception(e)
             del asked, run, future  # not to keep a block while waiting
-        self.queue.put(None)  # for the next thread
+        self.queue.put(None)  # the next thread has to see the end, too
 
 
 class _Bytes(NamedTuple):
-    begin: int  # where in the shard
+    begin: int  # offset in the shard
     data: memoryview
 
 
 class Content(NamedTuple):
     """The bytes of a block's samples, whose checksums have been compared."""
 
-    begin: int  # where in the shard
+    begin: int  # offset in the shard
     data: memoryview
     wrong: set[int]  # the offsets of the images whose checksum is wrong
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which has no o
 
 PNG = b"\x89PNG"
 GREY, DEEP = 0, 16  # a PNG's type of colours, and its bits of a value
-MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # of Pillow, in which a value of a file is a value
+MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # Pillow's modes that keep the values of a file
 
 
 def decode_channels(data: bytes | memoryview, channels: "Sequence[Channel]") -> NDArray[np.uint8]:
@@ -68,7 +68,7 @@ def _values(data: bytes | memoryview, channels: int | None) -> NDArray[Any]:
     if bytes(data[:4]) == PNG and data[24] == DEEP and data[25] != GREY:
         raise BadImage("a PNG of 16 bits in several channels, of which Pillow reads eight; expected a TIFF")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about large images
+        warnings.simplefilter("ignore")  # Pillow warns about large images
         with open_image(data) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)

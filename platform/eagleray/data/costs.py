@@ -10,7 +10,7 @@ from itertools import islice
 
 from PIL import Image
 
-MAX_PIXELS = 178_956_970  # as PIL's own limit against decompression bombs
+MAX_PIXELS = 178_956_970  # PIL's own limit against decompression bombs
 FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take, and those for each byte of its file
 # Bytes of memory for each pixel, measured with images of one colour: Pillow's own pixels, ours, those of the library.
 MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
@@ -21,10 +21,10 @@ FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two secon
 MAX_WORK = 24 * MAX_PIXELS  # of the usual eighteen scans of four colours
 SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take half a microsecond for each value
 MAX_SLOW = 2**25  # values
-MAX_SEGMENTS = 2**14  # of a JPEG's header
+MAX_SEGMENTS = 2**14  # the most segments of a JPEG's header
 
 JPEG = b"\xff\xd8"  # the first bytes of such a file
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed data only 0 and restarts follow 255
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # within compressed data only 0 and restarts follow 255
 FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # the first kind of a frame header, and the kinds of those markers
 PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 SCANS = re.compile(rb"\xff\xda")  # is searched for in 0.4 of the time of bytes.count

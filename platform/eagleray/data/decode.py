@@ -55,7 +55,7 @@ def _of_simplejpeg(data: bytes | memoryview) -> Tensor:
 
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # of what others only warn about: PIL takes or refuses it
+    except ValueError:  # others only warn about such a file; PIL takes or refuses it
         return _other(data)
     return upright(torch.from_numpy(pixels).permute(2, 0, 1), orientation(data)).contiguous()
 
@@ -73,7 +73,7 @@ def orientation(data: bytes | memoryview) -> int:
             exif = Image.Exif()
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about damaged tags
+                    warnings.simplefilter("ignore")  # PIL warns about damaged tags
                     exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
                     found = int(exif.get(ORIENTATION, 1))
             except Exception:  # whatever a damaged table of tags leads to

@@ -62,7 +62,7 @@ def evaluate(
         if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
             raise UserError(f"{weight}: expected numbers, got {found.type}")
         out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
-        check_weights(np.append(out, 1), weight)  # that some are left is checked for all shards together
+        check_weights(np.append(out, 1), weight)  # whether any are left is checked for all shards together
         why[kept & (out == 0)] = WHY.index("weight is 0")
     return out, why
 
@@ -150,7 +150,8 @@ def one_expression(connection: Any, expression: str, name: str) -> Any:
 
     sql = f"SELECT [\n{expression}\n] AS value FROM samples"
     try:
-        connection.extract_statements(f"SELECT (\n{expression}\n) AS value FROM samples")  # for the words of its errors
+        # This raises errors in DuckDB's own words.
+        connection.extract_statements(f"SELECT (\n{expression}\n) AS value FROM samples")
         found, plain = (parsed(connection, text) for text in (sql, "SELECT [\n0\n] AS value FROM samples"))
     except duckdb.Error as e:
         raise UserError(f"{name}: {first_line(e)}") from None
@@ -201,8 +202,8 @@ def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> lis
     found = []
     for part in parts:
         name = part.get("function_name", "")
-        arguments = part.get("arguments", part.get("children", ()))  # of DuckDB 2, and of older ones
-        if name in unstable() or (name == "age" and len(arguments) == 1):  # since then until now
+        arguments = part.get("arguments", part.get("children", ()))  # DuckDB 2 and older versions name them differently
+        if name in unstable() or (name == "age" and len(arguments) == 1):  # age with one argument depends on the clock
             found.append(f"{name}()")
         if part.get("sample"):
             found.append("a sample of rows")

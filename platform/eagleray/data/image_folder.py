@@ -24,7 +24,7 @@ from eagleray.storage.local_files import files_below
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.shard_names import is_shard
 
-NAME = "."  # of the shard in the index of its folder
+NAME = "."  # the folder's own name as a shard of its index
 KINDS = 5  # extensions of unread files that are named
 
 

@@ -85,7 +85,7 @@ class Index:
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
     bad: list[BadSample]
     labelled: bool
-    channels: Channels = ()  # as which its images are decoded; without any: red, green and blue
+    channels: Channels = ()  # the channels of its decoded images; empty: red, green and blue
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -256,7 +256,7 @@ class Listing:
     """The tars and the local folders of images that some URLs select, with one listing of every folder."""
 
     sources: list[Source]
-    patterns: list[list[Pattern]]  # of each source
+    patterns: list[list[Pattern]]  # the patterns of each source
     folders: list[str]
     tars: dict[Pattern, list[Blob]]
     unread: dict[str, str]  # what is said of tars that are no shards, by folder

@@ -22,7 +22,7 @@ class Faults(NamedTuple):
     """The samples and files that the index of a folder leaves out."""
 
     samples: list[BadSample]
-    passed: dict[str, Counter[str]]  # by shard: what is passed over, by kind
+    passed: dict[str, Counter[str]]  # counts of what is passed over, by shard and kind
 
     def lines(self) -> Iterator[str]:
         """Yield a line for every reason, the most frequent first, and those of `lines_of_passed`."""

@@ -18,8 +18,8 @@ BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
-        ("offset", pa.int64()),  # of the image's bytes in the shard
-        ("size", pa.int64()),  # of the image, bytes
+        ("offset", pa.int64()),  # where the image's bytes begin in the shard
+        ("size", pa.int64()),  # bytes of the image
         ("label", pa.int64()),  # -1: none
         ("crc", pa.uint32()),  # zlib.crc32 of the image's bytes
         ("reason", pa.string()),  # why the sample cannot be used; null where it can
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
 )
 STORED = SCHEMA.append(pa.field("extension", pa.string()))  # and of the image's member, where that is known
 TEXTS = {"key", "reason", "extension"}
-MOST_ROWS = 2**24  # of one shard
+MOST_ROWS = 2**24  # the most samples of one shard
 LARGEST_BLOCK = 8 * BLOCK  # bytes between the ends of the first and the last image of a block
 
 
@@ -42,7 +42,7 @@ class Shard:
     bad: int
     labelled: bool
     blocks: list[int]  # usable samples in each
-    stamp: Sequence[int] = ()  # of local files when they were indexed: stamps.py
+    stamp: Sequence[int] = ()  # times of a local file when it was indexed: stamps.py
 
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:

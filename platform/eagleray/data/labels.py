@@ -38,5 +38,5 @@ def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
             f"{key}: {what} at {index.key(sample)} in {index.rows(sample, sample + 1).blob.url}, and so on at "
             f"{wrong.sum()} of {len(label)} images; {have}, and method.classes={classes} takes 0 to {classes - 1}"
         )
-    if every and len(labels) == top + 1 < classes:  # with gaps, classes may be missing at the end too
+    if every and len(labels) == top + 1 < classes:  # a set with gaps may lack the last classes, too
         raise UserError(f"method.classes={classes}: {have}, in {key}; expected method.classes={top + 1}")

@@ -37,7 +37,7 @@ WATCH = 0.5  # seconds between two looks of a loader process whether its parent 
 POLL = 0.5  # seconds between two calls of `should_stop`
 LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
 SHARED = "/dev/shm"  # through which loader processes hand over what they have read
-OF_PROCESS = "in DataLoader worker process"  # in PyTorch's text of an error of a loader process
+OF_PROCESS = "in DataLoader worker process"  # PyTorch's words in the error of a loader process
 SAID = 200  # characters of an error of a loader process
 LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
 
@@ -174,7 +174,7 @@ class _PartDataset(IterableDataset[StepPart]):
         reader = info.id if info else 0
         ends = {number: lane.end_of(reader) for number, lane in self.lanes.items()}
         yield from self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
-        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # who waits for others comes last
+        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # followers wait for leaders
             end.finish(self.over)
 
 
@@ -185,7 +185,7 @@ def ignore_signals(worker: int) -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.STOPS)  # which `begin` held back until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.STOPS)  # `begin` has held these signals back until here
 
 
 def end_with(parent: int) -> None:

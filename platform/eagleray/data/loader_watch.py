@@ -8,7 +8,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 NAMED = 30.0  # seconds without a batch after which the log says what the loader processes do
-STOPPED = 120.0  # after which a process that somebody has stopped is given up
+STOPPED = 120.0  # a process that is stopped for longer is given up
 SLACK = 120.0  # beyond the time for which a store may be away, after which any other is
 
 

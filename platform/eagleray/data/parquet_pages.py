@@ -14,7 +14,7 @@ HEADER = 2**16  # bytes of a page header, which may contain statistics
 UNPACKED, PACKED = 2, 3  # fields of a page header: bytes of the page in memory, and in the file
 TRUTHS = (1, 2)  # true and false are kinds of their own, which take a byte in a list and none in a struct
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 3, 4, 5, 6, 7, 8, 9, 10, 12
-DEPTH = 8  # of structs within structs
+DEPTH = 8  # the deepest nesting of structs
 
 
 def largest_page(file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData) -> int:

@@ -111,7 +111,7 @@ def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
 def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
     """Decode an image into upright RGB pixels (H, W, 3). Raises whatever Pillow does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about large images and palettes with transparency
+        warnings.simplefilter("ignore")  # Pillow warns about large images and transparent palettes
         with open_image(data) as image:
             _check_tiff(image)
             image.load()  # the first frame of an animation

@@ -30,7 +30,7 @@ from eagleray.views.operations import operate
 from eagleray.views.randaugment import augment
 from eagleray.views.sampling import Views
 
-Ends = Mapping[int, Leader | Follower]  # by lane
+Ends = Mapping[int, Leader | Follower]  # the ends of each lane
 
 
 @dataclass
@@ -81,7 +81,7 @@ def pixel_buffer(*shape: int) -> Tensor:
     """Allocate uint8 pixels; a loader process uses shared memory, so that nothing is copied to the main process."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as PyTorch's own collation does
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # PyTorch's own collation does the same
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
@@ -291,7 +291,7 @@ class Stream:
             yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
         for i in range(1, len(lane_run.lane)):
             samples = lane_run.epoch.samples(lane_run.lane[(lane_run.at_run + i) % len(lane_run.lane)])
-            block = item.block  # whose bytes nobody looks at, if all samples are known to be broken
+            block = item.block  # nobody looks at its bytes if all samples are known to be broken
             if not lane_run.broken.keys() >= set(samples.tolist()):
                 if i not in lane_run.stand_in:
                     lane_run.stand_in = {i: Block(item.block.fetcher, samples)}
@@ -334,12 +334,12 @@ class _LaneRun:
     epoch: EpochPlan
     lane: Lane
     at_run: int  # the position of this run in `lane`
-    samples: NDArray[np.int64]  # in their order in the shard
+    samples: NDArray[np.int64]  # sorted by their place in the shard
     order: NDArray[np.int64]  # the same in reading order
     copy: int  # how often these samples were read before in this epoch
     at: int  # the position of the next sample in `order`
     # A whole block may be broken, and what stands in for its samples must not be looked for anew for each of them.
-    broken: dict[int, BadSample] = field(default_factory=dict)  # by sample
+    broken: dict[int, BadSample] = field(default_factory=dict)  # broken samples by their number
     stand_in: dict[int, Block] = field(default_factory=dict)  # the last other block, by its distance in the lane
 
 

@@ -24,9 +24,9 @@ from eagleray.data.index import Index, open_index
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import parent, store
 
-ABOUT = "_table.json"  # which readers of a folder of Parquet files pass over
+ABOUT = "_table.json"  # readers of a folder of Parquet files pass over this name
 FORMAT = 1
-ROWS = 16_384  # of a part
+ROWS = 16_384  # rows of a part
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class About:
     """Describes the rows of a table: those of two tables are equal if all of this but the note is."""
 
     what: str  # such as embedding
-    settings: Mapping[str, Any]  # that the rows depend on, as values that JSON holds
+    settings: Mapping[str, Any]  # the rows depend on them; values that JSON can hold
     data: str  # digest of the images
     images: int
-    note: str = ""  # for people
+    note: str = ""  # a line for people
     format: int = FORMAT
     shards: Mapping[str, list[str]] = field(default_factory=dict)  # `shard_digests` of measured columns
 

@@ -23,7 +23,7 @@ def steps_with(stream: Stream, samples: Sequence[int], stop: int) -> list[list[i
     A batch may have another image in its place, if it is broken, or have it in place of a broken one."""
     steps: list[list[int]] = [[] for _ in samples]
     for number in range(-(-stop // stream.steps_per_epoch)):
-        epoch = stream.epoch(number)  # which takes seconds for millions of samples, so all are looked for in it
+        epoch = stream.epoch(number)  # an epoch of millions of samples takes seconds, so it is made once for all
         for sample, mine in zip(samples, steps, strict=True):
             mine += sorted(step for step in _steps_in(stream, epoch, sample) if step < stop)
     return steps

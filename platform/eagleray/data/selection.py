@@ -18,7 +18,7 @@ from eagleray.base.errors import UserError
 FEW = 0.1  # share of the bytes of all samples, below which shards with the others only cost less
 MOST = 1000.0  # the largest weight: more would be a mistake, and readings are counted in 16 bits
 CHUNK = 2**20  # samples that are handled at a time, and so part of what is drawn
-STREAM = 3  # of the random numbers for one seed and epoch; the orders of blocks and samples have others
+STREAM = 3  # the orders of blocks and samples use other streams of the same seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +26,9 @@ class Selection:
     """The mean number of readings of each of N samples in an epoch."""
 
     weight: NDArray[np.float32]  # (N,)
-    kept_bytes: int = 1  # of the samples that are read at all
-    bytes: int = 1  # of all samples
-    left_out: tuple[dict[str, int], ...] = ()  # of each source, how many samples are not read, by the reason
+    kept_bytes: int = 1  # bytes of the samples that are read at all
+    bytes: int = 1  # bytes of all samples
+    left_out: tuple[dict[str, int], ...] = ()  # how many samples of each source are not read, by reason
 
     @functools.cached_property
     def whole(self) -> int:
@@ -70,7 +70,7 @@ class Selection:
         which there are as many points in every epoch: systematic sampling."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
         spare = self.total - self.whole - self.rest
-        u = max(spare, 0.0) + u * (1 - abs(spare))  # with floor(x + u) points up to x, self.rest has just so many
+        u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) points lie up to x, and self.rest has as many
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]

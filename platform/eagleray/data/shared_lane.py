@@ -39,7 +39,7 @@ class SharedLane:
 class Leader:
     """Fetches blocks, and passes each to the other readers of the lane."""
 
-    pool: Pool | None = None  # that of the fetcher
+    pool: Pool | None = None  # the fetcher's pool
 
     def __init__(self, queues: list[Any], ended: Any) -> None:
         """`ended` counts the other readers that have ended."""
@@ -74,7 +74,7 @@ class Leader:
 
     def _pass(self, number: int, item: Any) -> None:
         for queue in self.queues:
-            queue.put((number, item))  # without a limit: the leader itself is at most a few steps ahead
+            queue.put((number, item))  # the queue needs no limit, as the leader is at most a few steps ahead
 
 
 class Follower:

@@ -14,7 +14,7 @@ BLOCK = 512  # bytes: headers and the data of members begin at multiples of it
 LARGEST_HEADER = 2**20  # bytes of one extended header
 LONGEST_NAME = 4096  # bytes, as PATH_MAX of Linux
 MOST = 10**18  # bytes of a member
-COMPRESSED = {  # by how their files begin
+COMPRESSED = {  # the first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"\x1f\x9d": "compress",
     b"BZh": "bzip2",
@@ -42,8 +42,8 @@ KINDS = {b"1": HARD_LINK, b"2": SYMBOLIC_LINK, b"5": FOLDER}
 class Member(NamedTuple):
     """A file in a tar."""
 
-    name: str  # as tarfile has it: a lone surrogate stands for a byte that is not UTF-8
-    offset: int  # of its data, bytes from the start of the tar
+    name: str  # decoded as by tarfile: a lone surrogate stands for a byte that is not UTF-8
+    offset: int  # where its data begin, bytes from the start of the tar
     size: int  # bytes, which may reach beyond the end of a tar that is cut off
     sparse: bool  # its bytes are stored without the holes, so they are not those of the file
 
@@ -51,7 +51,7 @@ class Member(NamedTuple):
 class DamagedTar(ValueError):
     """The reason why a tar cannot be read from some byte on."""
 
-    offset = 0  # of the member that cannot be read, bytes from the start of the tar
+    offset = 0  # where the unreadable member begins, bytes from the start of the tar
 
 
 class Zeros(DamagedTar):
@@ -190,7 +190,7 @@ def _parse(block: bytes) -> _Header:
     unsigned = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     if checksum != unsigned:
         signed = unsigned - 256 * sum(byte >= 128 for byte in block[:148] + block[156:])
-        if checksum != signed:  # as old programs computed it
+        if checksum != signed:  # old programs summed signed bytes
             raise DamagedTar("the checksum of a header is wrong")
     size, kind = _number(block[124:136]), block[156:157]
     if not 0 <= size < MOST:

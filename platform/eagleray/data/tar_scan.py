@@ -51,7 +51,7 @@ class Row:
     reason: str | None = None
     unread: int = 0  # images of the sample beside the one that is read
     unlabelled: int = 0  # 1: it has a label that cannot be read
-    extension: str | None = None  # of the image
+    extension: str | None = None  # the extension of the image's member
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
@@ -119,9 +119,9 @@ class _Member(NamedTuple):
     offset: int
     size: int
     sparse: bool
-    crc: int | None  # of an image
+    crc: int | None  # None for other members
     label: bytes
-    begins: bool  # as an image does
+    begins: bool  # whether its first bytes are an image's
 
 
 def _files(
@@ -131,7 +131,7 @@ def _files(
 
     Damage is put into a list, as an error would lose the sample before it.
     """
-    doubtful = 0, 0  # where a file ends that zeros may have overwritten, and what was passed over before
+    doubtful = 0, 0  # the end of a file that zeros may have overwritten, and the members passed over before
     try:
         for name, offset, size, sparse in members(source, blob.size, passed):
             doubtful = 0, 0

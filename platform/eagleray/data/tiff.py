@@ -59,7 +59,7 @@ def directories(data: Data) -> Iterator[Tags]:
     are in little-endian order."""
     order, big = "<" if data[:2] == b"II" else ">", 43 in bytes(data[2:4])
     offset, length = (f"{order}u8", f"{order}u8") if big else (f"{order}u4", f"{order}u2")
-    width = int(offset[-1])  # of an offset, and of what is stored beside a tag
+    width = int(offset[-1])  # bytes of an offset and of a value that is stored beside its tag
 
     def number(kind: str, at: int) -> int:
         return int(np.frombuffer(data, kind, 1, at)[0])

@@ -70,7 +70,7 @@ def _tag_now(blob: Blob, tag: str, file: File) -> str:
     """Return the tag of a tar as the index would have it now. Raises UserError and Outage."""
     if tag.startswith(f"{WHOLE}:"):
         return content_tag(blob)
-    rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # of an index that a bucket had
+    rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # the index may come from a bucket
     for offset, size, crc in zip(*(column.to_pylist() for column in rows.columns), strict=True):
         if crc is not None and offset >= 0 and _checksum(blob, offset, size) != crc:
             return content_tag(blob)

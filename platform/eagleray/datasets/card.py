@@ -36,7 +36,7 @@ def write(folder: str, card: dict[str, Any]) -> None:
         "aspects": {"edges": ASPECTS, "counts": card["aspects"]},
     }
     text = json.dumps(card | bins, indent=1, ensure_ascii=False)
-    put_bytes(f"{folder}/{NAME}", text.encode(errors="backslashreplace"))  # as JSON escapes bytes that are not UTF-8
+    put_bytes(f"{folder}/{NAME}", text.encode(errors="backslashreplace"))  # JSON escapes other bytes alike
 
 
 def find(folder: str) -> dict[str, Any] | None:
@@ -48,7 +48,7 @@ def find(folder: str) -> dict[str, Any] | None:
     try:
         card = json.loads(bytes(store.store(url).get(url)))
         card |= {name: card[name]["counts"] for name in ("sides", "aspects")}
-        card.pop("sampled", None)  # of what `describe` makes up
+        card.pop("sampled", None)  # `describe` adds this key
         _check(card)
         return card  # type: ignore[no-any-return]
     except FileNotFoundError:

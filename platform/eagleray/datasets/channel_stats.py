@@ -15,7 +15,7 @@ from eagleray.data.costs import BadImage
 from eagleray.data.index import Note, open_index
 
 SAMPLE = 1000  # images that are measured
-DIGITS = 6  # of a number that is printed
+DIGITS = 6  # digits of a printed number
 
 
 class Measured(NamedTuple):
@@ -58,6 +58,6 @@ def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
     weight, means, variances = np.stack(moments, 1)  # (n, N) each
     mean = np.average(means, 0, weight)
     std = np.sqrt(np.average(variances + (means - mean) ** 2, 0, weight))
-    std[std == 0] = 1  # of a channel with one value everywhere
+    std[std == 0] = 1  # a channel with one value everywhere has no deviation
     channels = tuple(Channel(mean=m, std=s) for m, s in zip(mean.tolist(), std.tolist(), strict=True))
     return Measured(channels, len(moments), left_out)

@@ -12,7 +12,7 @@ from eagleray.datasets.pack import put_table
 from eagleray.datasets.sources.source import Read, fetch
 from eagleray.storage import store
 
-BYTES = 16  # of a digest: among 1e10 images the chance that two different ones collide is below 1e-18
+BYTES = 16  # among 1e10 images the chance that two digests of this length collide is below 1e-18
 
 
 @dataclass(frozen=True)

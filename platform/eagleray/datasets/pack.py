@@ -31,8 +31,8 @@ from eagleray.storage.range_file import PATIENCE
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUALITY = 95  # of a JPEG that was made smaller; its colours are not subsampled
-EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # of formats whose usual extension is not PIL's name in lower case
+QUALITY = 95  # the quality of a JPEG that was made smaller; its colours are not subsampled
+EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # formats whose usual extension is not PIL's name in lower case
 NOTES = ".prepare"  # folder in the destination that records what is done; it is deleted at the end
 
 
@@ -40,7 +40,7 @@ NOTES = ".prepare"  # folder in the destination that records what is done; it is
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # with its `content_tag`; of size 0 where no image was left, in which case there is no file
+    blob: Blob  # its tag is a `content_tag`; a size of 0 means that no image was left and there is no file
     ends: str  # a checksum of its ends
     rows: pa.Table  # STORED
     stats: ImageStats
@@ -55,7 +55,7 @@ class PackTask:
     max_side: int
     min_side: int
     plan: str  # digest of the plan that the shard belongs to
-    channels: int = 0  # of images that are not in red, green and blue
+    channels: int = 0  # 0 means red, green and blue
 
     def __call__(self, task: tuple[int, bytes]) -> int:
         """Run one task, given as the shard's number and its serialized items; return the number of items."""

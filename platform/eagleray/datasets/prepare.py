@@ -284,7 +284,7 @@ def _write_plan(
     url = f"{options.destination}/{NOTES}/plan.json"
     put_table(f"{options.destination}/{NOTES}/{name}", items)
     try:
-        store.store(url).create(url, json.dumps(plan).encode())  # of two commands at once one makes it
+        store.store(url).create(url, json.dumps(plan).encode())  # one of two commands at once makes it
     except OSError as e:
         raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
     return _present(_read_plan(options, identity), options.destination)

@@ -28,7 +28,7 @@ from eagleray.data.tar_scan import READ, key_and_extension
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-PREFIX = "json."  # of the fields among the names of measures
+PREFIX = "json."  # names of measures with this prefix are fields of a sidecar
 FAULT = "json_fault"  # the column that says what is wrong with a sample's JSON
 LARGEST = 2**20  # bytes of one JSON
 LONGEST = 4096  # characters of a text

@@ -15,15 +15,15 @@ from eagleray.models.tensor_files import State, tensors_in
 
 STUDENT, TEACHER = "student", "teacher"  # the trained network and its momentum copy, in any method
 WIDTHS = (192, 384, 768, 1024, 1536)  # of the ViTs of DINO, iBOT and DINOv2, whose attention heads have 64 channels
-MOCO_HEADS = 12  # of every ViT of MoCo v3, also of ViT-S
+MOCO_HEADS = 12  # every ViT of MoCo v3 has 12 heads, also ViT-S
 
 
 class Layout(NamedTuple):
     """A checkpoint of a method, with eagleray's names."""
 
-    authors: str  # whose
+    authors: str  # whose layout it is
     exported: str  # STUDENT or TEACHER: whose backbone they evaluate
-    backbones: dict[str, State]  # by STUDENT and TEACHER
+    backbones: dict[str, State]  # keys are STUDENT and TEACHER
     parts: State  # heads, predictors, centres and queues
     heads: dict[str, int]  # attention heads by module, which the shapes do not show
 
@@ -52,12 +52,12 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
 # belong to no method here: where patches share the head of images, they are the first ones again.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
 DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
-DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # of SelfPatch
+DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # SelfPatch's names
 NAMES = {"last_layer.": "last.", "cls_token": "token", "cls_blocks.": "blocks."}
 NAMES |= {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
 CENTRES = {"center": "center", "center_grid": "region_center", "center2": "patch_center"}
 CENTRES |= {"patch_center": "patch_center"}
-MASK_TOKENS = ("masked_embed", "mask_token")  # of iBOT, of DINOv2
+MASK_TOKENS = ("masked_embed", "mask_token")  # iBOT's and DINOv2's names
 
 
 def _dino_authors(checkpoint: Mapping[str, Any], teacher: State) -> str:
@@ -126,7 +126,7 @@ def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
 def _moby_mlp(state: State) -> State:
     """Return the tensors of an MLP by their position. Theirs begins with a module that does nothing."""
     hidden = [int(m[1]) for k in state if (m := re.match(r"linear_hidden\.(\d+)\.", k))]
-    last = max(hidden, default=-1) + 1  # after the ReLU, which has no tensors
+    last = max(hidden, default=-1) + 1  # the ReLU before it has no tensors
     named = {re.sub(r"^linear_hidden\.(\d+)", lambda m: str(int(m[1]) - 1), k): v for k, v in state.items()}
     return {re.sub(r"^linear_out", str(last), k): v for k, v in named.items()}
 

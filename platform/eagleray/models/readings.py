@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     mapping: str  # its keys from the outside in, such as `state_dict`; empty: the outermost
     prefix: str  # such as `backbone.`
-    tensors: State  # of the whole mapping
+    tensors: State  # the tensors of the whole mapping
 
     def __str__(self) -> str:
         return ".".join(filter(None, (self.mapping, self.prefix.rstrip(".")))) or "the file itself"
@@ -87,7 +87,7 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
     if rename is None:
         return
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # of timm, which prints its errors
+        with contextlib.redirect_stdout(io.StringIO()):  # timm prints its errors
             renamed = rename(dict(below), model)
     except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
         return

@@ -28,7 +28,7 @@ from eagleray.base.errors import UserError
 
 State = dict[str, Tensor]
 
-KEY = "backbone.weights"  # of a recipe, which errors name
+KEY = "backbone.weights"  # errors name this key of a recipe
 # The modules of Python's own library whose objects are data.
 DATA = {"argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re"}
 DATA |= {"typing", "uuid"}
@@ -49,7 +49,7 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
         named = [(".".join(name), ".".join(_of_python_3(name))) for name in set(_named(path))]
         stand_ins: list[Any] = [(_stand_in(new), name) for old, new in named for name in {old, new}]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of deprecated types of storage, which are read all the same
+            warnings.simplefilter("ignore")  # deprecated types of storage are read all the same
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
         if "operand" in (reason := _reason(e)):

@@ -18,7 +18,7 @@ NAMES = (
     (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
     (r"^layernorm\.", "norm."),
 )
-FIRST = re.compile(r"(.*)encoder\.layer\.\d+\.attention\.attention\.query\.")  # behind any prefix, such as `vit.`
+FIRST = re.compile(r"(.*)encoder\.layer\.\d+\.attention\.attention\.query\.")  # `vit.` or another prefix
 QUERY = re.compile(r"\.attention\.attention\.query\.(weight|bias)$")
 
 

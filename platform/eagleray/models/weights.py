@@ -23,10 +23,10 @@ ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
 # Files beside the weights on the Hub, of transformers and of timm, and their keys for mean and deviation of the pixels.
 CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json": ("mean", "std")}
 REGISTERS = ("reg_token", "register_tokens")
-BUFFERS = {"relative_position_index", "attn_mask"}  # that timm no longer stores
+BUFFERS = {"relative_position_index", "attn_mask"}  # timm no longer stores these buffers
 # What a backbone may lack, and the option with which it has it.
 ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5"} | dict.fromkeys(REGISTERS, "backbone.options.reg_tokens=N")
-SOME = 3  # of many keys, which an error names
+SOME = 3  # an error names this many of the keys
 
 
 class Weights(NamedTuple):
@@ -38,8 +38,8 @@ class Weights(NamedTuple):
     source: str
     state: State
     heads: dict[str, int]
-    key: str = KEY  # of the recipe, which named the source; empty without a recipe
-    pixels: Pixels | None = OURS  # with which they were trained; None: the source should say it and does not
+    key: str = KEY  # the key of the recipe that named the source; empty without a recipe
+    pixels: Pixels | None = OURS  # the pixels of their training; None: the source should say it and does not
     places: Mapping[str, State] = {}  # instead of `state`: of a file, the tensors of each of its mappings
     unread: Sequence[str] = ()  # the classes of objects in a file that were not read
 
@@ -65,9 +65,9 @@ class Report:
     resized: Sequence[str]
     missing: Sequence[str]
     left: Sequence[str]
-    share: float  # of the backbone's parameters, by number of elements
-    warning: str = ""  # about the colours that the weights were trained with
-    choice: str = ""  # which tensors of the source were taken, where others fit as well
+    share: float  # the filled share of the backbone's parameters, by number of elements
+    warning: str = ""  # a warning about the colours of the weights' training
+    choice: str = ""  # the tensors that were taken, where others fit as well
 
     def __str__(self) -> str:
         counts = f"{len(self.matched)} tensors matched, {len(self.resized)} resized, {len(self.missing)} missing"
@@ -217,7 +217,7 @@ def from_timm(source: str, key: str = KEY) -> Weights:
         model: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
     except UserError as e:
         raise UserError(f"{key}={TIMM}{name}: {e}") from None
-    except Exception as e:  # of many libraries: no network, a full disk, no such file
+    except Exception as e:  # many libraries raise here: no network, a full disk, no such file
         why = (str(e).splitlines() or [""])[0]
         raise UserError(f"{key}={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
     settings = timm.get_pretrained_cfg(name)

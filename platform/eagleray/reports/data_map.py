@@ -22,8 +22,8 @@ from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, prin
 from eagleray.reports.draw_choice import choice_of, images_of
 from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
 
-PARTS = 12  # of a table that are looked at, spread over all
-POINTS, ON_MAP = 3000, 150  # on the map, and how many of them as images
+PARTS = 12  # parts of a table that are read, spread over all
+POINTS, ON_MAP = 3000, 150  # points of the map, and how many of them are images
 ENDS, EACH, PAIRS = 8, 8, 12  # images at the ends of a column, of a cluster, pairs of copies
 CLUSTERS = 12  # the largest and the smallest clusters that are shown
 

@@ -21,7 +21,7 @@ from eagleray.sweeps.sweep_dir import sweep_folder
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # a page of a stranger, open in the same browser, would come under another name
-SECONDS = 10.0  # between two drawings
+SECONDS = 10.0  # the time between two drawings
 
 
 class Watch:
@@ -66,8 +66,8 @@ class Watch:
 
     def page(self) -> Page:
         """Return the page of now, or the last one with a line that says why there is no newer one."""
-        with self._lock:  # of several browsers, one has it drawn
-            if time.monotonic() - self._drawn >= self.seconds:  # of a finished run, too, which may be extended
+        with self._lock:  # one of several browsers has it drawn
+            if time.monotonic() - self._drawn >= self.seconds:  # a finished run may be extended
                 try:
                     self._page = page_about(self.of)
                 except (UserError, Outage, OSError) as e:

@@ -30,7 +30,7 @@ class Agreement:
 
     def __init__(self, world: World, folder: RunDir, quarantine: Quarantine, cadence: Cadence) -> None:
         self.world, self.folder, self.quarantine, self.cadence = world, folder, quarantine, cadence
-        self.warned = time.monotonic()  # when ranks were last asked about their machines
+        self.warned = time.monotonic()  # the time of the last question about machines
         # Why there are no more batches; the same on all ranks after they have agreed.
         self.problem: UserError | Outage | Preempted | None = None
 

@@ -42,7 +42,7 @@ class Anchored(nn.Module):
     def __init__(self, method: Method, backbone: Backbone, weight: float) -> None:
         super().__init__()
         self.method, self.weight = method, weight
-        self.anchor = [backbone]  # in a list, so that it is no part of this module: it neither trains nor is averaged
+        self.anchor = [backbone]  # a list keeps it out of this module's parameters: it neither trains nor is averaged
         self.trained = [encoders(method)[STUDENT].backbone]
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:

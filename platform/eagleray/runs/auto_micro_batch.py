@@ -22,7 +22,7 @@ from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images of the trials
-SHARE = 0.9  # of the free memory that a step may take; the rest is for fragments and libraries
+SHARE = 0.9  # a step may take this share of the free memory; the rest is for fragments and libraries
 MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # floats per weight; other optimisers have theirs at once
 
 
@@ -49,7 +49,7 @@ def choose_micro_batch(
     steps = [step_peak(method, batch, at, precision, size, model or method) for size in SIZES]
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
-    moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # which the first step allocates
+    moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
     later = moments + trained * (len(rows) > 1)  # and DDP's buckets
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))

@@ -42,7 +42,7 @@ def build_backbone(recipe: Recipe) -> Backbone:
     """Return the backbone with fresh weights. Raises UserError."""
     network = Backbone(**recipe.backbone.arguments)
     chosen = recipe.optim.micro_batch
-    network.micro_batch = size = None if chosen == "auto" else chosen  # which train() chooses: runs/auto_micro_batch.py
+    network.micro_batch = size = None if chosen == "auto" else chosen  # `train` chooses it: runs/auto_micro_batch.py
     if size and network.batch_norm:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:

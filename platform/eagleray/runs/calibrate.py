@@ -24,10 +24,10 @@ from eagleray.runs.step_trace import StepTrace, made_up, steps, trace_images
 from eagleray.views import sampling
 from eagleray.views.sampling import Views
 
-IMAGES = 4  # of the step that is measured
+IMAGES = 4  # images of the measured step
 LEAST = 1.0  # seconds in which steps are measured, two of them at least, after one to warm up; the fastest counts
-SECONDS = 0.4  # in which images are decoded
-IMAGE_BYTES = 115_000  # of an image of ImageNet-1k, on average: 147 GB for 1.28 M
+SECONDS = 0.4  # images are decoded for this long
+IMAGE_BYTES = 115_000  # the mean of ImageNet-1k: 147 GB for 1.28 M images
 
 
 def calibrated(
@@ -44,7 +44,7 @@ def calibrated(
     from that of its work. Raises UserError as `build_method` does.
     """
     if device.type == "cpu":
-        keep_freed_memory()  # as training does
+        keep_freed_memory()  # training does the same
     parts = None if recipe.optim.micro_batch == "auto" else recipe.optim.micro_batch
     plain = replace(recipe, optim=replace(recipe.optim, micro_batch=parts, checkpointing=False))
     group = build_method(plain).norm_group or 2

@@ -31,7 +31,7 @@ def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInp
     profile = {"images": len(index), "shards": len(index.shards), "labelled": bool(index.labelled)}
     return DataInput(
         context,
-        name[:500],  # as much as MLflow keeps
+        name[:500],  # MLflow keeps no more
         digest(shards, used, index.repeats.tolist()),
         "local" if folder_of(urls[0]) else urls[0].partition("://")[0],
         json.dumps({"uri": urls[0] if len(urls) == 1 else ",".join(urls)})[:65_000],

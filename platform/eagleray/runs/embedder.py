@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eagleray.data.decode import BadImage, decode
 from eagleray.views.crop import centre_crop
 
-COLUMN = "image"  # of the table that the model takes
+COLUMN = "image"  # the column of the model's table
 BATCH = 64  # images in the backbone at once
 
 

@@ -42,11 +42,11 @@ from eagleray.runs.rank_run import RankRun
 from eagleray.runs.verdicts import judge, verdicts
 
 log = logging.getLogger(__name__)
-STARTS = 2  # of an evaluation that may die with their process before the run goes on without its numbers
+STARTS = 2  # after this many starts that died with their process, the run goes on without the evaluation
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
-SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # of the numbers at the start
-COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # of the numbers at the end
+SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # numbers of the start that are printed
+COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # numbers that the verdict compares
 SHOWN = {"knn top-1": KNN_TOP1, "linear top-1": LINEAR_TOP1, "crops found": CROPS_FOUND, "LiDAR": CROPS_LIDAR}
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores

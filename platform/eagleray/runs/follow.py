@@ -41,8 +41,8 @@ class FollowRun:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
-        self.failure = ""  # of the log, until it is clear that the command does not end with it, which prints it then
-        self.next_step, self.printed = 0, time.monotonic()  # of the lines where the output is no terminal
+        self.failure = ""  # an error in the log that waits: a command that ends with it prints it itself
+        self.next_step, self.printed = 0, time.monotonic()  # when the next line is due where the output is no terminal
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps", left=False)

@@ -18,8 +18,8 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import StepTrace, trace_step
 
 GIB = 2**30
-CONTEXT = 1.5 * GIB  # of each accelerator: its context, libraries' work space, buffers of exchanges
-SPLIT = 1.05  # by which freed memory in unfit pieces raises what the allocator takes
+CONTEXT = 1.5 * GIB  # an accelerator's context, libraries' work space and buffers of exchanges
+SPLIT = 1.05  # the allocator takes more by this factor, as freed pieces do not fit
 WORTH = 1.2  # times as fast, below which another way to decode is not worth mentioning
 HIDDEN = 0.5  # share of a step, its backward pass, behind which gradients are exchanged
 MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of gradients", "host"
@@ -29,7 +29,7 @@ MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of
 class Target:
     """The devices that a run is planned for."""
 
-    name: str  # of the device
+    name: str  # the device's name
     ranks: int
     rates: Rates | None  # None: the speed is not known
     memory: float  # bytes of each device
@@ -49,7 +49,7 @@ class Data:
     """The facts about a training set that a plan needs, with the rate at which it can be read."""
 
     images: int
-    image_bytes: float  # of an image file, on average
+    image_bytes: float  # mean bytes of an image file
     core_rate: float | None = None  # images/s that one loader process decodes and crops
     scaled_rate: float | None = None  # the same with data.decode=scaled, where that is not set
     store_rate: float | None = None  # B/s that the store gives to the whole run
@@ -79,7 +79,7 @@ class Forecast:
     memory: dict[str, int]  # bytes of each rank at the peak, by kind
     memory_needed: int  # bytes, with what the device needs beside tensors
     memory_of_device: int  # bytes
-    flops_per_image: float  # of training on it, without what is computed twice
+    flops_per_image: float  # training on one image, without what is computed twice
     peak_flops: float | None  # FLOP/s of one device in this precision, the base of `mfu`
     step_seconds: float | None
     mfu: float | None  # model FLOP utilisation

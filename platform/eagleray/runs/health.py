@@ -12,16 +12,16 @@ from typing import Any
 from eagleray.runs.metrics import LOSS_SCALE, MONITOR_KNN
 from eagleray.runs.spikes import Spikes
 
-LOOKS = 3  # in a row before what may pass is called a problem
-LATE = 6  # in a row before features that were never spread are called collapsed
-SETTLED = 0.2  # of the highest learning rate: below, nothing may have been learnt yet, or nothing more is
+LOOKS = 3  # what may pass is a problem after this many measurements in a row
+LATE = 6  # features that were never spread have collapsed after this many in a row
+SETTLED = 0.2  # below this share of the highest learning rate, nothing may have been learnt yet, or nothing more is
 GRACE = 2  # measurements at the start at which features may still be as the random weights made them
 
 FAILED_EVALUATION = "failed evaluation"
 LOST_START = "start lost"
 BELOW, EQUAL = "below untrained", "not above untrained"
 BELOW_START = "below the start"
-AT_END = (BELOW, EQUAL, BELOW_START)  # of the evaluation at the end
+AT_END = (BELOW, EQUAL, BELOW_START)  # findings of the evaluation at the end
 DIP = 5  # measurements of the kNN monitor before one of them may be a dip
 
 
@@ -64,8 +64,8 @@ class Health:
         self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
         self.told: set[str] = set()
         self.looks, self.settled = 0, 0  # measurements, and those that count for what must hold several times
-        self.curve: list[float] = []  # of the kNN monitor
-        self.low = False  # in a dip
+        self.curve: list[float] = []  # accuracies of the kNN monitor
+        self.low = False  # whether the accuracy is in a dip
         self.spread = False  # projections were not all alike at some measurement
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
@@ -79,7 +79,7 @@ class Health:
         kNN curve only."""
         r = {name.removeprefix("health/"): value for name, value in record.items()}
         found = []
-        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # above 1, float16 overflows now and then
+        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # float16 overflows now and then
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1

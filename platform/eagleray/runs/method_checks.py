@@ -29,8 +29,8 @@ from eagleray.runs.build import build_method, build_optimizer, check_method
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe, Watch
 
-STEPS = 4  # of a rehearsal; ten are an epoch, of two
-IMAGES = 100  # of the training set that there is not
+STEPS = 4  # steps of a rehearsal; ten are an epoch
+IMAGES = 100  # images of a training set that does not exist
 SMALL: dict[str, Any] = {
     "backbone": {
         "name": "vit_tiny_patch16_224",
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 # What makes the host wait for a GPU, as PyTorch's operators and as methods of a tensor.
 WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")}
 WAITS |= {f"aten::{name}" for name in ("_unique", "_unique2", "unique_dim", "unique_consecutive")}
-WAITS |= {"aten::index", "aten::index_put_"}  # by a mask
+WAITS |= {"aten::index", "aten::index_put_"}  # they wait when the index is a mask
 READS = ("tolist", "numpy", "cpu", "__array__")
 
 
@@ -50,8 +50,8 @@ class Rehearsal(NamedTuple):
 
     method: dict[str, Tensor]  # parameters and buffers after the last step
     optimizer: dict[str, Any]
-    losses: list[float]  # of each step, the mean over all ranks' rows
-    gradient: dict[str, Tensor]  # of the first step, averaged over ranks
+    losses: list[float]  # the mean of each step over all ranks' rows
+    gradient: dict[str, Tensor]  # the first step's, averaged over ranks
     reached: set[str]  # parameters that had a gradient other than zero in some step
     monitored: dict[str, float]  # what the run's monitor saw
 
@@ -62,7 +62,7 @@ class MethodReport:
     gradient."""
 
     method: str
-    losses: tuple[float, ...]  # of four steps
+    losses: tuple[float, ...]  # losses of four steps
     two_ranks: float  # the largest difference of two processes from one, with even and with uneven shares
     micro_batches: float | None  # their difference from the whole batch; None: the backbone has batch norm
 

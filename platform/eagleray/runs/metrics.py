@@ -7,10 +7,10 @@ class Metric(NamedTuple):
     """A number of metrics.jsonl or summary.json, with its description for gauges, plots, sweeps and reports."""
 
     key: str
-    label: str  # of an axis or a tile
+    label: str  # the label of an axis or a tile
     about: str = ""  # a sentence; the label where there is none
     better: Literal["higher", "lower", ""] = ""
-    when: Literal["log", "look", "evaluation", "end"] = "log"  # at which lines of metrics.jsonl; end: summary.json only
+    when: Literal["log", "look", "evaluation", "end"] = "log"  # lines that have it; end: the summary only
     compared: bool = False  # drawn for several runs in one plot
     log_axis: bool = False
     gauge: str = ""  # its name for Prometheus, without the prefix

@@ -27,13 +27,13 @@ from eagleray.runs.summary import read_summary
 from eagleray.views.colours import MEAN, STD
 
 log = logging.getLogger(__name__)
-NAME = "backbone"  # of the model in its run
+NAME = "backbone"  # the model's name in its run
 COMMIT = "mlflow.source.git.commit"
 BEST = "best"  # an alias; MLflow itself knows the last version as NAME/latest
 SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first that a run has decides which version is the best
-STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # of a model
+STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # tags of a model
 PACKAGES = ("mlflow", "timm", "torch", "torchvision", "pillow", "safetensors", "numpy", "pandas")
-COLUMN = "image"  # of the table that the model takes
+COLUMN = "image"  # the column of the model's table
 ROOT = Path(__file__).parents[1]
 # The files of the model's code, under names that no other package has.
 CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
@@ -114,7 +114,7 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
     settings |= {"channels": known["channels"]} if "channels" in known else {}
     output = TensorSpec(np.dtype("float32"), (-1, description["features"]), "features")
     with tempfile.TemporaryDirectory() as scratch:
-        (data := Path(scratch) / NAME).mkdir()  # without what else was exported
+        (data := Path(scratch) / NAME).mkdir()  # other exports stay out of it
         for name in ("backbone.json", "backbone.safetensors"):
             (data / name).symlink_to((export / name).resolve())
         torch.save(build(data), data / "model.pth")

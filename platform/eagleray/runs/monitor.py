@@ -61,7 +61,7 @@ class Monitor:
         optimizer.register_step_pre_hook(self._copy_trunk)
         optimizer.register_step_post_hook(self._measure_update)
         self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of the first forwards in this step
-        self._rows: float = math.inf  # of them that a step takes: two views of an image, known after one step
+        self._rows: float = math.inf  # rows that a step takes: two views of an image; known after one step
         self._norms: list[Tensor] = []
         self._look: dict[str, Tensor] = {}
         self._before: list[Tensor] = []

@@ -40,7 +40,7 @@ class Plan:
     recipe: Recipe
     stream: Stream
     test: Index | None
-    steps: int  # of the whole run; with max_steps fewer than the schedules are made for
+    steps: int  # steps of the whole run; with max_steps fewer than the schedules are made for
 
     @property
     def index(self) -> Index:
@@ -203,7 +203,7 @@ def open_plan(
         raise UserError(f"data.train: {e}") from None
     try:
         test = open_on_all(partial(opening, data.test)) if data.test else None
-    except UserError as e:  # of a place that the recipe may name, and nobody typed
+    except UserError as e:  # the recipe may name the place, and nobody typed it
         raise UserError(f"data.test: {e}; name another, or none: data.test=null") from None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch

@@ -24,10 +24,10 @@ from eagleray.runs.health import words
 from eagleray.runs.metrics import AT_START, CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
 from eagleray.runs.summary import read_summary
 
-POINTS = 1000  # of a line at most: there are no more pixels
+POINTS = 1000  # the most points of a line: there are no more pixels
 FEW = 8  # points that a line is too short for
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: of the page, beside the panels, between them
-ROWS, ROW, LETTER = 4, 0.15, 0.07  # of names over the picture: how many, inches of each, inches of a letter
+ROWS, ROW, LETTER = 4, 0.15, 0.07  # rows of names over the picture, inches of a row, inches of a letter
 # Gradients of what is in no layer, and how they are drawn.
 REST = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
 
@@ -52,7 +52,7 @@ class Panel:
     lines: Sequence[Line]
     log: bool = False
     marks: str = ""  # the kind of finding that its lines show
-    right: Sequence[Line] = field(default=())  # on an axis of their own
+    right: Sequence[Line] = field(default=())  # lines with an axis of their own
 
 
 TOP = (
@@ -63,7 +63,7 @@ TOP = (
         [
             Line(MONITOR_KNN, "training crops", BLUE),
             Line(KNN_TOP1, "evaluation", INK, ":", marker="D"),
-            Line(CLASSIFIER_TOP1, "classifier", INK, ":", marker="D"),  # of a method that learns from labels
+            Line(CLASSIFIER_TOP1, "classifier", INK, ":", marker="D"),  # for methods that learn from labels
         ],
         marks="kNN dip",
     ),
@@ -210,7 +210,7 @@ def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
     """Return the labels, each in the lowest row where it fits and where the line from its step crosses no other
     label. Labels are set from right to left. `letter` is the width of a letter in steps."""
     placed: list[Name] = []
-    starts: list[float] = []  # of what stands in each row so far
+    starts: list[float] = []  # where the text of each row ends so far
     for n in sorted(names, reverse=True):
         end = n.step + letter * (len(n.text) + 1)
         row = next((i for i in range(len(starts)) if end < min(starts[i:])), len(starts))
@@ -238,7 +238,7 @@ def fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> list[Any]:
     if panel.log and any((line.get_ydata() > 0).any() for line in shown):
         axes.set_yscale("log")
     axes.margins(y=0.1)
-    axes.set_zorder(1)  # in front of the right axis, whose lines are the less important ones
+    axes.set_zorder(1)  # the lines of the right axis are less important
     axes.patch.set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT, linewidth=0.6)

@@ -57,7 +57,7 @@ def pretrain(
     Preempted.
     """
     precision = Precision.of(recipe.precision, world.device)
-    compiles(recipe.compile, world.device)  # before anything starts
+    compiles(recipe.compile, world.device)  # a compiler that is missing is found before anything starts
     if world.why:  # an attempt before this one read the data and wrote the run, whose rights may just be renewed
         store.expect_access(recipe.out)
         for url in (place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))):
@@ -131,7 +131,7 @@ def build_stateful(plan: Plan, world: World, precision: Precision, *, fresh: boo
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
     on_device(method, world.device)
-    if method.export().batch_norm and recipe.parallel != "fsdp":  # which divides contiguous weights alone
+    if method.export().batch_norm and recipe.parallel != "fsdp":  # FSDP divides contiguous weights alone
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
     world.synchronise(method)
     if recipe.parallel == "fsdp":

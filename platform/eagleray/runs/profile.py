@@ -10,7 +10,7 @@ from eagleray.base import devices
 from eagleray.runs import layout
 from eagleray.runs.recipe import steps
 
-ROWS = 10  # of the table
+ROWS = 10  # rows of the table
 ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 TABLE, TRACE = "operations.txt", "trace.json"
 

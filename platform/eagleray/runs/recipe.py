@@ -93,7 +93,7 @@ class Data:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optim:
     name: Literal["adamw", "lars", "larc", "lamb", "sgd"] = "adamw"
-    momentum: Share = 0.9  # of lars, larc and sgd
+    momentum: Share = 0.9  # read by lars, larc and sgd
     # Of adamw: the share of its value that the average of squared gradients keeps in a step.
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
@@ -106,7 +106,7 @@ class Optim:
     epochs: PositiveInt = 100
     lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
     lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
-    layer_decay: Share | None = None  # of the rate, from each layer of the backbone to the one below; None: all alike
+    layer_decay: Share | None = None  # the rate's factor from each layer to the one below; None: all alike
     constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
     weight_decay: Schedule = Schedule(value=0.04, end=0.4)
     # matrices: biases and other vectors are not decayed; timm: nor is what timm's model names, such as position tables
@@ -133,8 +133,8 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpoint:
-    steps: PositiveInt | None = None  # between checkpoints
-    minutes: Annotated[float, Field(gt=0)] = 10.0  # between checkpoints, whichever comes first
+    steps: PositiveInt | None = None  # steps between checkpoints
+    minutes: Annotated[float, Field(gt=0)] = 10.0  # minutes between checkpoints, whichever comes first
     keep: PositiveInt = 3
 
 
@@ -162,7 +162,7 @@ class Start:
 class Track:
     """The places, beside the run folder, of a run's history and its backbone."""
 
-    register: ModelName | None = None  # of a model in MLflow's registry, which gets the backbone at the end
+    register: ModelName | None = None  # MLflow's registry keeps the backbone under this name at the end
     also: tuple[Literal["tensorboard", "wandb"], ...] = ()  # get the numbers, too
 
 
@@ -182,7 +182,7 @@ class Recipe:
     monitor: Watch = Watch()
     checkpoint: Checkpoint = Checkpoint()
     track: Track = Track()
-    log_steps: PositiveInt = 10  # between lines of metrics.jsonl
+    log_steps: PositiveInt = 10  # steps between lines of metrics.jsonl
     out: str = "runs/run"  # folder of the run, or s3:// URL; `load` sets runs/<recipe name> where it is not given
     # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
@@ -235,7 +235,7 @@ class Recipe:
         return max(least, 1), max(most, 1)
 
 
-TEACHER = "method.teacher.weights"  # which errors name
+TEACHER = "method.teacher.weights"  # errors name this key
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
@@ -262,7 +262,7 @@ def _changeable_keys(method: str | None) -> list[str]:
     here."""
     try:
         may_change = config.part_constant("eagleray.methods", method, "may_change") if method else ()
-    except UserError:  # of a run whose plug-in is not loaded
+    except UserError:  # the plug-in of the run may not be loaded
         may_change = ()
     return [f"method.{key}" for key in may_change]
 
@@ -309,7 +309,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
         _check_boxes(recipe)
     parts = [loading.plugin_of(recipe.method.name), loading.plugin_of(recipe.backbone.name, "backbone")]
     parts += [loading.plugin_of(name, "view") for view in recipe.views for name in view.operations]
-    extra = {p for p in parts if p} - set(recipe.plugins)  # of installed packages
+    extra = {p for p in parts if p} - set(recipe.plugins)  # plug-ins of installed packages
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))
 
 

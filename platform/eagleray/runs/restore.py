@@ -23,8 +23,8 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import check_exists, check_run, no_checkpoint
 from eagleray.storage import store
 
-MOST_IMAGES = 2**31  # of a set; a method may keep a vector of each
-KEYS = {"recipe", "method", "images"}  # in every checkpoint of eagleray
+MOST_IMAGES = 2**31  # a method may keep a vector of each image
+KEYS = {"recipe", "method", "images"}  # every checkpoint of eagleray has these keys
 
 
 class Restored(NamedTuple):
@@ -32,7 +32,7 @@ class Restored(NamedTuple):
 
     recipe: Recipe
     method: Method
-    folder: Path  # of the run, on this machine
+    folder: Path  # the run's files on this machine
 
 
 def restore(path: str) -> Restored:

@@ -28,7 +28,7 @@ def newest_checkpoint(folder: RunDir) -> dict[str, Any] | None:
     whole = recipe.parallel == "ddp" or dist.size() == 1
     state = checkpoint.newest(url, folder.scratch, patience=patience, whole=whole, listed=listed)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
-        raise RuntimeError("ranks read different checkpoints")  # of a disk that fails; a restart may mend it
+        raise RuntimeError("ranks read different checkpoints")  # a disk fails; a restart may mend it
     if state and state["digest"] != recipes.digest(recipe):
         raise UserError(f"{out}: its checkpoints were made with another recipe")
     return state
@@ -72,6 +72,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
             "images": len(run.plan.index),
             "origin": run.plan.origin,
             "lengths": run.folder.lengths(),
+            "shards_read": run.plan.shards_text,
         } | {name: part.state_dict() for name, part in run.stateful._asdict().items()}
         state["optimizer"] = sharded.optimizer_state(run.stateful.optimizer)
         run.folder.save(step, state)

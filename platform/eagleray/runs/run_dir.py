@@ -34,7 +34,7 @@ from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import store
 
 log = logging.getLogger(__name__)
-STARTS = 16  # in a row without a new checkpoint before a command gives up; the same command continues even then
+STARTS = 16  # a command gives up after this many starts in a row without a new checkpoint; it can be given again
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk, which a person has to mend
 
 
@@ -59,12 +59,12 @@ class RunDir:
         self.recipe, self.rank, self.tracking, self.command = recipe, rank, tracking, command
         self.out, self.store, self.stop = recipe.out, run_store(recipe.out), stop
         self.path = self.store.work
-        self.epoch = 0  # of the checkpoints that this start writes
+        self.epoch = 0  # the epoch in the names of this start's checkpoints
         self.closing = contextlib.ExitStack()
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
-        self.histories: tuple[JsonLines, ...] = ()  # of rank 0, once it has begun
+        self.histories: tuple[JsonLines, ...] = ()  # only rank 0 has them, once it has begun
         self.bad: Sized = ()  # the samples in quarantine
         self.claim: FolderClaim | Lease | None = None  # only rank 0 has one
         self.mirror: Mirror | None = None
@@ -120,7 +120,7 @@ class RunDir:
             log.info("%s; the run has saved and starts again", error)
         elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
             log.error("the run failed: %s: %s", type(error).__name__, one_line(error), exc_info=error)
-        elif isinstance(error, OSError) and self.mlflow:  # before a line says that MLflow, on the same disk, is away
+        elif isinstance(error, OSError) and self.mlflow:  # MLflow on the same disk would be called away first
             log.error("ends: %s", _of_disk(error))
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
             self.starts.add(ended=True)
@@ -248,7 +248,7 @@ class RunDir:
         if not rows:
             self.writer.save(step, state)
             return
-        self.writer.wait()  # until the rows of the last checkpoint are stored: ranks agree on that in the same group
+        self.writer.wait()  # ranks agree in the same group on whether the last checkpoint's rows are stored
         if self.shards is None:
             self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=self.writer.copies)
             self._at_end(self.shards.wait)

@@ -108,6 +108,6 @@ class Sinks:
             call()
         except UserError:
             raise
-        except Exception as e:  # of the package, of the disk, of the network
+        except Exception as e:  # the package, the disk or the network may fail
             self.open.pop(name, None)
             log.warning("track.also: %s gets no more numbers: %s", name, one_line(e))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 HISTORY = 100  # steps that a layer's usual norm is the median of
@@ -50,10 +49,10 @@ class Spikes:
 
     def state_dict(self) -> dict[str, Any]:
         hit = [[layer, *reached] for layer, reached in self.hit.items()]
-        return {"usual": torch.from_numpy(self.usual.copy()), "hit": hit}
+        return {"usual": self.usual.tolist(), "hit": hit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.usual = state["usual"].numpy().copy()
+        self.usual = np.array(state["usual"], np.float64).reshape(-1, len(self.layers))
         self.hit = {int(layer): (int(step), float(largest)) for layer, step, largest in state["hit"]}
 
     def add(self, step: int, norms: Sequence[float]) -> Spike | None:

@@ -32,18 +32,18 @@ from eagleray.runs.recipe import Recipe, Start
 from eagleray.runs.restore import Restored, file_tensors, public_weights, read_state, restored
 
 log = logging.getLogger(__name__)
-KEY = "start.from"  # of a recipe, which errors name
+KEY = "start.from"  # errors name this key of a recipe
 
 
 @dataclass(frozen=True)
 class Source:
     """The weights, heads and moments that a run may start from."""
 
-    weights: Weights  # of the backbone that the source's method exports
+    weights: Weights  # the backbone that the source's method exports
     about: str  # what was read
-    backbones: Mapping[str, Weights]  # by STUDENT and TEACHER; none where the source is a backbone alone
-    parts: Mapping[str, Tensor]  # of the method, outside of backbones, by common names
-    state: Mapping[str, Any] | None = None  # of a checkpoint of ours
+    backbones: Mapping[str, Weights]  # keys are STUDENT and TEACHER; empty where the source is a backbone alone
+    parts: Mapping[str, Tensor]  # the method without its backbones, by common names
+    state: Mapping[str, Any] | None = None  # the state of a checkpoint of ours
     run: Restored | None = None
 
 
@@ -61,7 +61,7 @@ class Started(NamedTuple):
     method: Method
     source: Source
     rows: list[PartOrigin]
-    report: Report  # of the backbone
+    report: Report  # what was filled of the backbone
 
     def table(self) -> Iterator[str]:
         """Yield a line that names the source, then one for each part of the method and of the source."""

@@ -30,8 +30,8 @@ from eagleray.views.photometric import normalise
 
 LEAST, MOST = 1024, 2048  # images that are compared; in between eight batches of the training
 BATCH = 64  # images in the backbone at once
-K, TEMPERATURE = 20, 0.07  # of the kNN accuracy among these images
-SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # of the start's number, below which a finding says that it is being lost
+K, TEMPERATURE = 20, 0.07  # settings of kNN among these images
+SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # below this share of the start's number a finding says that it is being lost
 ERRORS = 2  # standard errors of the kNN accuracy that count as its noise
 
 
@@ -51,13 +51,13 @@ class StartGuard:
             self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), MOST))
             self.labels = torch.from_numpy(plan.index.label[self.samples])
         self.read = False  # the images are there
-        self.images: list[tuple[Tensor, Tensor]] = []  # of this rank: rows of its share, and pixels (b, 3, S, S)
+        self.images: list[tuple[Tensor, Tensor]] = []  # this rank's rows of its share, and their pixels (b, 3, S, S)
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
-        self.scores: dict[str, float] = {}  # at the start: of the evaluation, and the first measurement
-        self.best: tuple[float, int] | None = None  # of the checkpoints so far: the number that decides, and the step
+        self.scores: dict[str, float] = {}  # scores of the start: its evaluation and the first measurement
+        self.best: tuple[float, int] | None = None  # the best checkpoint so far: the number that decides, and the step
         self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
         self.fresh = False  # it is in no record yet
-        self.told = False  # that the start is being lost
+        self.told = False  # whether it was said that the start is being lost
 
     @property
     def key(self) -> str:
@@ -67,7 +67,7 @@ class StartGuard:
     def state_dict(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        fresh = list(self.seen) if self.fresh else []  # for the next line of metrics.jsonl
+        fresh = list(self.seen) if self.fresh else []  # the next line of metrics.jsonl has them
         state = {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
         return state | {"fresh": fresh}
 
@@ -102,10 +102,10 @@ class StartGuard:
         step; it is not called again for the same step. The first call says what the start is. Called by all ranks
         together. Raises UserError and Outage when the images cannot be read."""
         if self.seen[0] != step:
-            if not self.read:  # on all ranks at once, also where the share of one has no image
+            if not self.read:  # all ranks read at once, also one whose share has no image
                 dist.together(partial(self._read, reading))
                 self.read = True
-            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=1)  # of ruined weights
+            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=1)  # NaN of ruined weights
             fresh = self.first is None
             if fresh:
                 self.first = features.half().cpu()
@@ -150,7 +150,8 @@ class StartGuard:
             return now < share * before
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
-        guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()  # by the shares of the classes
+        # The accuracy of guessing by the shares of the classes.
+        guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()
         limit = share * before - noise if sure else min(share * before, before - noise)
         return before - noise > guess and now < limit
 

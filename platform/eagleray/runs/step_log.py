@@ -32,8 +32,8 @@ SKIPS = 3  # steps in a row without a finite gradient that end the run
 class Clock:
     """The times in seconds that a checkpoint holds."""
 
-    began: float  # on this machine's clock, as if nothing had been lost
-    useful: float  # in steps that count
+    began: float  # this machine's clock, as if nothing had been lost
+    useful: float  # seconds in steps that count
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,7 @@ class OpenLine:
 
     def __init__(self, layers: Sequence[str] = ()) -> None:
         """`layers` are those whose gradients are watched."""
-        self.table = StepTable([], torch.empty(0, 0))  # of the steps since the last line
+        self.table = StepTable([], torch.empty(0, 0))  # the steps since the last line
         self.skips = 0  # steps without a finite gradient in a row, up to the last one
         self.spikes = Spikes(layers)
         self.record: dict[str, Any] = {}  # a line that waits for the scores of the evaluation at its step
@@ -133,7 +133,7 @@ class StepLog:
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.taken = 0  # steps since the last line that this process has taken
         self.waited, self.since = loader.waited, time.perf_counter()  # both when the last line was written
-        self.clock, self.mark = clock, time.perf_counter()  # when the last step's bookkeeping was done
+        self.clock, self.mark = clock, time.perf_counter()  # the mark is when the last step's bookkeeping was done
 
     def add(self, taken: Step) -> None:
         """Add the values and the duration of a step."""

@@ -61,10 +61,10 @@ class Work(NamedTuple):
 class StepTrace:
     """The memory and the work of one training step of one rank."""
 
-    images: int  # of this rank, each in all its views
+    images: int  # this rank's images, each in all its views
     memory: dict[str, int]  # bytes at the peak, by kind
     gradients: int  # bytes that ranks sum up
-    flops: float  # of the method's equations
+    flops: float  # operations of the method's equations
     repeated: float  # FLOPs of activations that are computed again in the backward pass
     work: dict[Work, float]  # how often each operation is done
     operations: float  # dispatched by the host
@@ -100,11 +100,11 @@ class Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live: Counter[str] = Counter()
-        self.memory: dict[str, int] = {}  # at the peak
+        self.memory: dict[str, int] = {}  # bytes at the peak, by kind
         self.now = self.peak = 0
         self.flops, self.repeated, self.operations = 0, 0, 0
         self.work: Counter[Work] = Counter()
-        self._storages: dict[int, list[Any]] = {}  # by id: bytes, kind, weak reference
+        self._storages: dict[int, list[Any]] = {}  # bytes, kind and weak reference of each storage, by its id
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count tensors under a kind, those that are counted already too."""

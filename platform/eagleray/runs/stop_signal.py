@@ -58,7 +58,7 @@ class StopSignal(Background):
     def tick(self) -> None:
         if not self.requested and (self.event.is_set() or any(self.run_store.get(n) is not None for n in self.notes)):
             self.requested = True
-            dist.tell(layout.STOP)  # to those that wait for their data; the others hear of it at the next step
+            dist.tell(layout.STOP)  # ranks that wait for their data hear it now, the others at the next step
 
     def asked(self) -> bool:
         """Return whether the run was asked to stop, as far as this rank knows."""

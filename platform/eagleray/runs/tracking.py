@@ -19,8 +19,8 @@ class Tracking:
 
     uri: str = field(repr=False)  # may hold a password
     parent: str | None = None  # id of the run that this one is shown under
-    name: str | None = None  # of the run; the name of its folder by default
-    key: str | None = None  # by which the run is found where its note file is lost; a random one by default
+    name: str | None = None  # the run's name; by default that of its folder
+    key: str | None = None  # finds the run where its note file is lost; random by default
 
 
 class DataInput(NamedTuple):
@@ -28,7 +28,7 @@ class DataInput(NamedTuple):
 
     context: str  # training or test
     name: str
-    digest: str  # of the shards' names, sizes and contents, and of how often each is read
+    digest: str  # a digest of the shards' names, sizes and contents, and of how often each is read
     kind: str  # the scheme of its URL, or local
     source: str  # JSON: its URLs
     profile: str  # JSON: images, shards and whether it has labels

@@ -68,7 +68,7 @@ def train(run: RankRun, start: int) -> int:
                 break
             if cadence.records(step):
                 write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
-            if cadence.evaluates(step):  # which has saved a checkpoint
+            if cadence.evaluates(step):  # the evaluation has saved a checkpoint
                 cadence.saved(step)
             if decision.saves and cadence.saved_step < step:
                 step_log.settle(step)

@@ -14,9 +14,9 @@ from eagleray.runs.health import BELOW, BELOW_START, EQUAL, Finding
 from eagleray.runs.metrics import AT_START, CROPS_FOUND, CROPS_LIDAR, KNN_TOP1, LIDAR_ERROR, LINEAR_TOP1, UNTRAINED
 
 ERRORS = 2  # standard errors of a difference that chance may make
-NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # in percent, and how they are called
+NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # percentages, and their names
 TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}
-WORDS = {1: "better than", 0: "no better than", -1: "worse than"}  # by the sign of a comparison
+WORDS = {1: "better than", 0: "no better than", -1: "worse than"}  # keys are the signs of a comparison
 
 
 class Comparison(NamedTuple):

@@ -27,7 +27,7 @@ class Page:
 
     blobs: list[Blob]
     folders: list[str]  # the keys of folders, with a slash at their ends
-    marker: str  # where the next page begins; empty after the last one
+    marker: str  # the next page begins here; empty after the last one
 
 
 class Listing:
@@ -66,7 +66,7 @@ class Listing:
 
         Raises UserError where there are more files than anybody lists, and Outage for a listing without an end."""
         root, marker = f"{self.scheme}://{bucket}/", ""
-        markers, firsts = set[str](), set[str]()  # of the pages before
+        markers, firsts = set[str](), set[str]()  # the marker and the first key of each page before
         count, empty, began = 0, 0, time.monotonic()
         said, most = began, IN_FOLDER if delimiter else IN_TREE
 

@@ -11,7 +11,7 @@ from eagleray.base.errors import UserError
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Inode = tuple[int, int]  # of a file: its device and its number there
+Inode = tuple[int, int]  # a file's device and its number there
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
 
 

@@ -118,7 +118,7 @@ class LocalStore:
     def write(self, url: str, data: bytes) -> None:
         path = local_path(url)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with durable_path(path) as part:  # of which each writer has its own: several may write a note at once
+        with durable_path(path) as part:  # each writer has its own part: several may write a note at once
             part.write_bytes(data)
 
     def create(self, url: str, data: bytes) -> bool:
@@ -186,7 +186,7 @@ def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tupl
 
 
 _web = HttpsStore()
-STORES: dict[str, Store] = {  # by the scheme of a URL
+STORES: dict[str, Store] = {  # keys are schemes of URLs
     "file": LocalStore(),
     "s3": S3Store(),
     "gs": GsStore(),

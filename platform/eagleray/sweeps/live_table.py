@@ -18,7 +18,7 @@ from eagleray.sweeps.label_free import agreement
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count_trials, in_words
 
-ROWS = 24  # of the live table; what runs, and what was last
+ROWS = 24  # the live table shows what runs and what was last
 ORDER = ("running", "waiting", "finished", "stopped", "failed")
 
 
@@ -27,8 +27,8 @@ class Show:
 
     def __init__(self, study: Study) -> None:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
-        self.began: dict[str, tuple[float, int]] = {}  # when a trial was first seen to run, and at which step
-        self.tails: dict[str, Tail] = {}  # of the metrics of trials that were seen to run
+        self.began: dict[str, tuple[float, int]] = {}  # time and step at which a trial was first seen to run
+        self.tails: dict[str, Tail] = {}  # metrics of trials that were seen to run
         self.steps: dict[str, int] = {}  # the newest in them
 
     def __enter__(self) -> "Show":

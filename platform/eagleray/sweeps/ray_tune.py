@@ -26,7 +26,7 @@ from eagleray.sweeps.width import Waiting, Width, share
 
 AGAIN = 2.0  # seconds until trials are asked again to stop: one may just have begun
 PENDING = 200  # trials that wait for room at once, as an autoscaler sees them, at most
-DEATHS = 3  # of a trial's process, after which the trial has failed
+DEATHS = 3  # a trial has failed after its process died this often
 VARIABLES = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # what a trial says is in its folder
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric to give
@@ -105,7 +105,7 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
             asked = time.monotonic()
             for row in list(local.study.rows.values()):
                 if row["state"] == "running":
-                    with suppress(Outage, OSError):  # of a store; the next time may be better
+                    with suppress(Outage, OSError):  # a store may be away; the next time may be better
                         run_store(local.study.trial(row["id"])).put(layout.STOP, "")
     for e in problem:
         cause = getattr(e, "cause", e)

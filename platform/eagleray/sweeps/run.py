@@ -31,7 +31,7 @@ from eagleray.sweeps.study import DONE, Study, begin, check_same, write_best, wr
 from eagleray.sweeps.sweep import Sweep, corners, count_trials, recipe_of
 from eagleray.sweeps.sweep_dir import open_sweep_dir
 
-FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # of summary.json only
+FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # numbers of summary.json only
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
 OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method may have more numbers
 

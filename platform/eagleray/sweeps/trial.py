@@ -158,7 +158,7 @@ class History:
         self.key, self.inode = key, 0
         self.tail: files.Tail | None = None
         self.records: list[dict[str, Any]] = []
-        self.latest: dict[str, float] = {}  # of the numbers that trials are compared by, with and without labels
+        self.latest: dict[str, float] = {}  # the numbers that trials are compared by, with and without labels
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Return the lines so far. A start of the run replaces the file, which is then read again."""

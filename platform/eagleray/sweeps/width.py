@@ -71,7 +71,7 @@ class Width:
         self.most, self.nodes = most or sys.maxsize, nodes
         wanted = first_recipes(sweep)
         self.workers = max(r.ranks[1] for r in wanted)
-        self.waits = any(r.gpus for r in wanted)  # for GPUs that are not up yet
+        self.waits = any(r.gpus for r in wanted)  # waits for GPUs that are not up yet
 
     def now(self) -> int:
         """Return the number. Ray lets trials of one process wait until they fit. Trials with workers are counted

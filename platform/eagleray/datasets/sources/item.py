@@ -23,10 +23,10 @@ class Item(NamedTuple):
     """One image of a source."""
 
     key: str
-    url: str  # of the file that holds it
+    url: str  # the URL of the file that holds it
     offset: int  # bytes; in a Parquet file the row in its row group
     size: int  # bytes; in a Parquet file an estimate
-    extension: str = ""  # in lower case; empty when only the bytes tell the format
+    extension: str = ""  # lower case; empty when only the bytes tell the format
     label: int = -1
     group: int = -1  # row group of a Parquet file, which is read as a whole; -1 where every image is read by itself
     meta: str | None = None  # JSON
@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
 class Listing:
     """The items of a source and the names of its classes."""
 
-    items: Iterable[Item]  # in an order that depends on the source alone
+    items: Iterable[Item]  # their order depends on the source alone
     classes: Sequence[str] = ()  # names in the order of the labels
     note: str = ""  # a line about what the source holds and the items lack
     found: Callable[[], str] = str  # such a line that is known after the items

@@ -11,9 +11,9 @@ from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_exte
 from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 
-DIGITS = 18  # of a class number, at most; Python refuses to read thousands
+DIGITS = 18  # the most digits of a class number; Python refuses to read thousands
 Rows = Iterable[tuple[str, int]]  # what a list calls an image, and its label
-ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # from lists; with the names of the classes
+ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # rows of some lists, and class names
 
 
 def find_listed(

@@ -81,7 +81,7 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{message} ({said[-1][:200] if said and done.returncode > 0 else 'SciPy crashes on it'})")
-    return dict(pickle.loads(done.stdout))  # of our own child, which made it of arrays
+    return dict(pickle.loads(done.stdout))  # our own child has made it, of arrays alone
 
 
 def _unpacked(data: bytes) -> int:

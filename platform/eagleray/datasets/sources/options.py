@@ -25,7 +25,7 @@ class PrepareOptions:
     size: int = 128  # MiB of source bytes per shard
     max_side: int = 0  # pixels; 0: no limit
     min_side: int = 0  # pixels
-    channels: int = 0  # of images that are not in red, green and blue
+    channels: int = 0  # 0 means red, green and blue
     dedup: bool = False
     seed: int = 0
 

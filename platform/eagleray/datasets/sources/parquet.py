@@ -25,7 +25,7 @@ LABEL = "label"
 MOST_AT_ONCE = 2**32  # bytes of the images of one shard, and so of a row group
 FEW = 2**16  # rows that a file of any size may have; beyond that an image takes at least a byte
 MOST_TEXT = 2**31  # bytes of the metadata of one file
-ROWS = 256  # that are read at a time, of the columns beside the images
+ROWS = 256  # rows that are read at a time of the columns beside the images
 FREE, PER_BYTE = 2**26, 64  # bytes of memory that a page may take, and those for each of its bytes in the file
 
 

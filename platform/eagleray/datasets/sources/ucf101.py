@@ -37,7 +37,7 @@ def _read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
     labels = {name: label - 1 for name, label in read_labels(names.url, line, expected, range(1, 102))}
     rows = []
     for number, text in lines(table.url):
-        path = text.split()[0]  # that of a training video is followed by its label
+        path = text.split()[0]  # lists of training videos have the label behind the path
         if path.partition("/")[0] not in labels:
             where = f"{table.url}: line {number}: expected a video in the folder of a class"
             raise UserError(f"{where} of {NAMES}, found {text[:80]!r}")
