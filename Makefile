@@ -40,7 +40,7 @@ mission: setup
 
 # Three processes on two cores: tests wait for others at times.
 test: setup
-	$(RUN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
+	$(RUN)/python -m pytest -q -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder
 
 # What has passed on this tree is not run again, so a run that was stopped, or a failure that was not of the tree, costs only
 # what is left. PART=tests/chaos, or PART='kills or notice' as pytest's -k has it, is a part. -v names each slow test as it

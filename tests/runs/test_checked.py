@@ -1,6 +1,6 @@
 """What a run was checked for, how often, and what could not be."""
 
-from eagleray.runs.checked import checked, watched
+from eagleray.runs.checked import checked
 
 LOOK = {"lr": 1.0, "health/update": 1e-3, "health/input_mean": 0.0, "health/input_std": 1.0, "health/growth": 1.0}
 LOOK |= {"health/projector_std": 1.0, "health/projector_rank": 20.0, "health/uniformity": -2.0}
@@ -32,6 +32,10 @@ def test_what_was_measured_is_counted():
     ]
 
 
-def test_a_spike_is_not_found_in_the_first_steps_of_a_start():
-    assert watched([0], 20) == 0
-    assert watched([0, 60], 100) == 30 + 10
+def test_a_spike_is_not_found_in_the_first_steps_of_a_run():
+    def spikes(steps: int, first: int) -> list[str]:
+        found = checked([LOOK | {"step": steps}], lr=1.0, first=first)
+        return [line for line in found.done + found.missing if line.startswith("spike")]
+
+    assert spikes(20, 0) == ["spike (0 of the 1 step that it takes)"]
+    assert spikes(100, 60) == ["spike (10 steps)"]
