@@ -7,7 +7,7 @@ with --json one object:
 goodput             seconds of steps that count, as a share of the harmed run's time
 goodput_unharmed    the same of the other run: what starting and saving cost without a kill
 restarts, steps_repeated, seconds_lost   of the harmed run, from its summary
-restart_seconds     from each kill to the first line about steps after it, ten of them (`log_steps`)
+restart_seconds     from each kill to the first line about steps after it, `--log-steps` of them
 start_over_restart  seconds from the command to the first such line / the median of restart_seconds
 interval            steps between checkpoints: no kill costs more of them
 same_weights        whether every tensor of the last checkpoints is the same to the bit
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="that the harmed run lasts at least")
     parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--log-steps", type=int, default=10, help="steps between lines")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         harmed = Run(args, Path(scratch) / "harmed", steps=None)
@@ -82,6 +83,7 @@ class Run:
             "optim.batch": args.batch,
             "optim.epochs": 100,
             "checkpoint.steps": args.interval,
+            "log_steps": args.log_steps,
             "evaluate.probe_epochs": 0,
             "evaluate.limit": 1000,
         } | ({"max_steps": steps} if steps else {})

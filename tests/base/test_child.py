@@ -57,11 +57,11 @@ def test_a_signal_to_the_group_reaches_the_command_alone(tmp_path: Path):
     assert command.communicate()[0] == "status 0 ['compared', '0.5']\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_helper_ends_with_its_parent(number: signal.Signals, tmp_path: Path):
     command, helper = begin(tmp_path)
     os.killpg(command.pid, number)
-    command.communicate()
+    command.communicate(timeout=60)
     wait_for(lambda: not helper.is_running())
 
 

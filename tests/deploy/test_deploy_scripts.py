@@ -448,7 +448,7 @@ def test_the_folder_of_ray_on_a_node_is_private_and_goes_with_the_job(
     env, head = slurm_with_stubs(bench, tmp_path, free_job), socket.create_server(("127.0.0.1", 20000 + free_job * 10))
     with head, batch(env, tmp_path / "log", "pretrain") as job:
         assert job.wait(60) == 0, (tmp_path / "log").read_text()
-    assert (tmp_path / "told").read_text() == f"700 {folder}\n"
+    wait_until(lambda: (tmp_path / "told").read_text() == f"700 {folder}\n", 60)
     wait_until(lambda: not folder.exists(), 120)
 
 
