@@ -72,6 +72,7 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
                 verbose=0,
                 stop=stopper(local),
                 callbacks=[journal(local)],
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs save their own
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
             ),
         )
