@@ -59,4 +59,5 @@ def test_a_killed_run_has_every_line(args: list[str], whole: str, out: str, tmp_
     ]
     assert all(state is not None and state["step"] == STEPS for state in states)
     assert_same(*(state["method"] for state in states if state))
-    assert not read_lines(Path(whole) / layout.STARTS)[1:-1], "the whole run was started once"
+    starts = [line for line in read_lines(Path(whole) / layout.STARTS) if "ranks" in line]
+    assert len(starts) == 1, "the whole run was started once"
