@@ -264,7 +264,7 @@ class Listing:
     @property
     def blobs(self) -> list[Blob]:
         """The tars, each once, in the order of their URLs."""
-        return sorted({b.url: b for blobs in self.tars.values() for b in blobs}.values(), key=lambda b: b.url)
+        return store.each_once(self.tars)
 
     def sources_of(self) -> dict[str, Source]:
         """Return the source of each shard, by its URL.

@@ -10,7 +10,7 @@ import shutil
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -330,6 +330,11 @@ def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> lis
     found = select([p for url in given for p in patterns(url, patience)], patience)
     if not found:
         raise UserError("no shards are given")
+    return each_once(found)
+
+
+def each_once(found: Mapping[Pattern, list[Blob]]) -> list[Blob]:
+    """Return the files that patterns have selected, each once, in the order of their URLs."""
     return sorted({b.url: b for blobs in found.values() for b in blobs}.values(), key=lambda b: b.url)
 
 
