@@ -122,7 +122,7 @@ class JsonLines:
         steps will be repeated."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
-        self.count = lines or 0  # of the records, where the number at the beginning is given
+        self.count = lines or 0  # counts records only where `lines` says how many there were
         # As `append_lines` wrote them: what is kept of the file has the same bytes as before.
         if step is not None:
             write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))

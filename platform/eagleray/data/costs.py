@@ -14,11 +14,11 @@ MAX_PIXELS = 178_956_970  # PIL's own limit against decompression bombs
 FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take, and those for each byte of its file
 # Bytes of memory for each pixel, measured with images of one colour: Pillow's own pixels, ours, those of the library.
 MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
-USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # of other formats, of a JPEG, and more for each coefficient of several scans
+USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # others, a JPEG, and a coefficient of several scans
 # Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
 MAX_SCANS = 100
 FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE of them more for each byte
-MAX_WORK = 24 * MAX_PIXELS  # of the usual eighteen scans of four colours
+MAX_WORK = 24 * MAX_PIXELS  # eighteen scans of four colours have fewer
 SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take half a microsecond for each value
 MAX_SLOW = 2**25  # values
 MAX_SEGMENTS = 2**14  # the most segments of a JPEG's header

@@ -20,7 +20,7 @@ class BadSample:
 
     @property
     def without_image(self) -> bool:
-        """Whether nothing is broken: there are texts alone, such as those of a download that failed."""
+        """Return whether nothing is broken: there are texts alone, such as those of a download that failed."""
         return self.reason.startswith(NO_IMAGE)
 
 

@@ -17,7 +17,7 @@ TICK = 0.02  # seconds between two times that a file system can tell apart, at m
 
 
 class Stamp(NamedTuple):
-    """What tells that a file was written since: the times in nanoseconds at which its content and anything of it were
+    """Tells whether a file was written since: the times in nanoseconds at which its content and anything of it were
     changed, and its number in the file system. Or digests of these of many files."""
 
     written: int
@@ -66,7 +66,7 @@ def short(*parts: Hashable) -> int:
 
 
 class Verified:
-    """What this machine remembers of a folder, or of none: numbers that stand for a file, its times and its content."""
+    """Remembers on this machine, by numbers, which files of a folder had the indexed content at which times."""
 
     def __init__(self, folder: str | None) -> None:
         self.marks = set[int]()

@@ -49,7 +49,7 @@ class Detection(Protocol[Path]):
 
 
 class Positives(Protocol[Path]):
-    """How many neighbours of a patch show the same objects, and how many of the most similar ones do."""
+    """Count the neighbours of a patch that show the same objects, and those of them that are most similar to it."""
 
     about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
     size: PositiveInt = 224
@@ -100,7 +100,7 @@ class Davis(Protocol[Path]):
     ranks = True
     split: str = "val"
     size: PositiveInt = 480  # short side of the frames, in pixels
-    n_last_frames: NonNegativeInt = 7  # whose masks, beside the first, are propagated
+    n_last_frames: NonNegativeInt = 7  # the last frames, which pass on their masks beside the first
     topk: PositiveInt = 5  # most similar patches that vote
     size_mask_neighborhood: NonNegativeInt = 12  # rows and columns that a patch may move; 0: any number
 

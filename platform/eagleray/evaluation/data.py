@@ -33,13 +33,13 @@ class Inputs:
     The backbone's weights may be too large to send, so each process loads them itself."""
 
     backbone: str  # its name, see `load_target`
-    digest: str  # of the backbone
+    digest: str  # a digest of the backbone
     architecture: str | None = None  # timm's name, for a file of tensors
     model: str = ""  # timm's name of the backbone
     given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders by option, as they were typed
     urls: Mapping[str, str] = field(default_factory=dict)  # the same, with absolute paths
     gpus: bool = False  # whether each worker has a GPU
-    channels: Channels = ()  # as which images are decoded
+    channels: Channels = ()  # the channels of decoded images; empty: red, green and blue
     bank: Bank = "fp32"  # the format in which features are kept
     spare: str = ""  # folder or URL of an index that could not be written beside the shards
 
@@ -128,7 +128,7 @@ class CommandSource(RankSource):
         super().__init__(inputs, note)
         self.places, self.target, self.workers = inputs.given, target, workers
         self.labelled, self.images = cache(super().labelled), cache(super().images)  # type: ignore[method-assign]
-        self.copies: dict[str, Path] = {}  # of folders, by URL
+        self.copies: dict[str, Path] = {}  # local copies of folders, by URL
 
     @property
     def device(self) -> torch.device:

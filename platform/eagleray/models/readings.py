@@ -28,7 +28,7 @@ CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, 
 
 
 class Place(NamedTuple):
-    """Where in a file tensors stand: a mapping and a prefix of the names in it."""
+    """The place of tensors in a file: a mapping and a prefix of the names in it."""
 
     mapping: str  # its keys from the outside in, such as `state_dict`; empty: the outermost
     prefix: str  # such as `backbone.`
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """How late this place is taken where others fit as well."""
+        """Return how late this place is taken where others fit as well."""
         words = set(re.split(r"[._]", f"{self.mapping}.{self.prefix}".lower()))
         roles = [n for n, role in enumerate(PREFERRED) if role & words]
         usual = next((n for n, name in enumerate(USUAL) if name in self.mapping), len(USUAL))

@@ -32,7 +32,7 @@ KEY = "backbone.weights"  # errors name this key of a recipe
 # The modules of Python's own library whose objects are data.
 DATA = {"argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re"}
 DATA |= {"typing", "uuid"}
-LEGACY_PICKLES = 4  # of a file in PyTorch's format before 1.6: its mark, its version, the machine, the content
+LEGACY_PICKLES = 4  # a file from before PyTorch 1.6 has its mark, version, machine and content
 NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's codes of plain numbers
 # What DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")

@@ -153,7 +153,7 @@ class SuiteOf18(FrozenProtocol["SuiteFeatures"]):
 
 
 class Correspondence(PatchProtocol):
-    """How often a patch is matched to itself in the mirrored image."""
+    """Measure how often a patch is matched to itself in the mirrored image."""
 
     about = "how often a patch is matched to itself in the mirrored image, as in EsViT"
     size: PositiveInt = Evaluate.size
@@ -174,7 +174,7 @@ class Attention(ImageProtocol):
     size: PositiveInt = 480
     limit: PositiveInt = 64  # images over which entropies are averaged
     mass: Share = 0.6  # share of the attention that the fewest patches are selected to hold
-    heads: PositiveInt = 6  # that are drawn
+    heads: PositiveInt = 6  # heads that are drawn
     query: tuple[Share, ...] = ()  # x and y of the patch whose attention the maps show; none: the class token
     points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x and y of each query
 

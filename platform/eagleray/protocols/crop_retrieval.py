@@ -24,9 +24,9 @@ from eagleray.protocols.feature_shards import own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 
-PARTS = 5  # of the images, for the error of LiDAR
+PARTS = 5  # the jackknife of LiDAR leaves out one part at a time
 RIDGE = 1e-4  # added to the covariance of crops, as in the paper
-AREA = 0.2, 1.0  # of the centre square, that a crop takes
+AREA = 0.2, 1.0  # the share of the centre square that a crop takes
 
 
 def measure_crops(

@@ -41,7 +41,7 @@ class Extracted(NamedTuple):
 
     train: LabelledFeatures
     test: LabelledFeatures
-    images: tuple[int, int]  # of both sets on all ranks
+    images: tuple[int, int]  # numbers of both sets on all ranks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FrozenFeatures:
     """Frozen features of labelled images, which are extracted when they are first read."""
 
     extract: Callable[[], Extracted]
-    digest: str = ""  # of the images and their labels
+    digest: str = ""  # a digest of the images and their labels
     bank: Bank = "fp32"  # the format in which they are kept
 
     @cached_property
@@ -79,7 +79,7 @@ class SuiteFeatures:
     root: str  # folder or URL of the data sets
     read: Callable[[str], LabelledFeatures]  # extracts the features of the shards at a URL
     model: str = ""  # timm name of the backbone
-    digests: list[str] = field(default_factory=list)  # of the data sets that were read
+    digests: list[str] = field(default_factory=list)  # digests of the data sets that were read
     bank: Bank = "fp32"  # the format in which they are kept
 
     @property

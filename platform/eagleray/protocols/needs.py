@@ -132,11 +132,11 @@ class Folder(Need[Path]):
 
 @dataclass(frozen=True)
 class Extraction:
-    """How features are extracted."""
+    """The settings with which features are extracted."""
 
     kind: str  # one of the types of features
-    size: int  # of the crop, in pixels
-    resize: int  # of the short side before the crop, in pixels
+    size: int  # side of the crop, in pixels
+    resize: int  # short side before the crop, in pixels
 
     def recorded(self, bank: str) -> dict[str, Any]:
         """Return what a result says of the extraction; `bank` is the format of the features."""

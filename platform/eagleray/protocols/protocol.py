@@ -30,9 +30,9 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a protocol writes its files and its lines about the progress."""
+    """The places where a protocol writes its files and its lines about the progress."""
 
-    folder: Path  # of this machine, for pictures and tables
+    folder: Path  # pictures and tables are written here, on this machine
     note: Callable[[str], None] = print
     store: str = ""  # folder or URL for the checkpoints of a training; empty: the same folder
 
@@ -103,7 +103,7 @@ class FeatureProtocol(FrozenProtocol["FrozenFeatures"]):
 class ImageProtocol(Protocol["Index"]):
     """A protocol on images without labels."""
 
-    size: PositiveInt  # of the images, in pixels
+    size: PositiveInt  # side of the images, in pixels
 
     def data(self) -> Images:
         return Images()

@@ -16,14 +16,14 @@ WARNED = 5.0  # seconds between two questions whether a machine is about to be t
 
 
 class Decision(NamedTuple):
-    """What all ranks do next."""
+    """The decision of all ranks about the next step."""
 
     goes_on: bool
     saves: bool  # whether a checkpoint is saved after the step
 
 
 class Agreement:
-    """What a rank tells the others before a step, and what follows from it for all of them.
+    """Tells the other ranks before a step what this one has met, and decides with them what follows.
 
     The numbers are exchanged on the host, which does not wait for the device.
     """

@@ -78,8 +78,8 @@ class StepTable:
 
 
 class OpenLine:
-    """What the next line of metrics.jsonl and of health.jsonl depend on, over all ranks. A checkpoint holds it, so that
-    they are the same whether a process was killed before them or not."""
+    """Holds what the next lines of metrics.jsonl and health.jsonl depend on, over all ranks. A checkpoint has it, so
+    that they are the same whether a process was killed before them or not."""
 
     def __init__(self, layers: Sequence[str] = ()) -> None:
         """`layers` are those whose gradients are watched."""

@@ -142,7 +142,7 @@ USAGES = {
     "train": (b"Training",),
     "val": (b"PublicTest",),
 }
-FACE = re.compile(rb'([0-6]),"?((?:\d{1,3} ){2303}\d{1,3})"?,(\w+)\s*')  # of 48 x 48 pixels
+FACE = re.compile(rb'([0-6]),"?((?:\d{1,3} ){2303}\d{1,3})"?,(\w+)\s*')  # 48 x 48 pixels
 
 
 def fer2013(options: PrepareOptions) -> SourceFiles:
