@@ -38,7 +38,7 @@ mission: setup
 	@PYTHONPATH=tests $(RUN)/python -m mission.walk $(if $(FOLDER),--folder "$(FOLDER)") $(if $(FROM),--from "$(FROM)") \
 		$(if $(UNTIL),--until "$(UNTIL)") $(if $(BREAK),--break "$(BREAK)")
 
-# Three processes on two cores: tests wait for others at times.
+# Four processes on two cores: tests wait for others at times.
 test: setup
 	$(RUN)/python -m pytest -q -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -88,6 +88,7 @@ lint: setup
 	$(RUN)/ruff format --check
 	$(RUN)/mypy
 	$(RUN)/python docs/weight.py
+	$(RUN)/python docs/subjects.py
 
 # The pages of docs/ as site/index.html, which opens without a network; a dead link ends it. Its tool has an environment of
 # its own: no page imports the package, whose environment has 8 GB. What is written from the code is kept in docs/, and tests

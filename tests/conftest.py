@@ -1,7 +1,6 @@
 """What tests share: one thread, a quiet environment, and small labelled shards."""
 
-import contextlib
-import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,6 +45,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler | 
     return Scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The rules of the tree take a minute and come first: as the last file they would leave other processes idle."""
+    items.sort(key=lambda item: item.path.name != "test_house.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     ray_auth.read_again()
 
@@ -87,12 +91,13 @@ def untracked_runs() -> Iterator[None]:
     """Runs of this process have no history in MLflow, nor the report and the picture that go there, which other tests
     look at: these take half of a short run."""
     from eagleray.api import pretrain as api
-    from eagleray.runs import run_dir
+    from eagleray.runs import evaluations, plots
     from eagleray.runs.tracking import Tracking
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
-        patch.setattr(run_dir, "draw", lambda *_: None)
+        patch.setattr(plots, "draw", lambda *_: None)
+        patch.setattr(evaluations, "draw_neighbours", lambda *_: None)
         yield
 
 
@@ -113,17 +118,14 @@ def check_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run what an export is checked with in this process: to start Python and to import timm takes four seconds."""
     from eagleray.engine import export
 
-    with (
-        torch.random.fork_rng(devices=[]),
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as out,
-    ):
+    printed: list[str] = []
+    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["-c", *arguments])
         try:
-            exec(export.CHECK, {})
+            exec(export.CHECK, {"print": lambda value: printed.append(f"{value}\n")})  # threads of runs print too
         except Exception:
-            return subprocess.CompletedProcess(arguments, 1, out.getvalue(), traceback.format_exc())
-    return subprocess.CompletedProcess(arguments, 0, out.getvalue(), "")
+            return subprocess.CompletedProcess(arguments, 1, "", traceback.format_exc())
+    return subprocess.CompletedProcess(arguments, 0, "".join(printed), "")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,6 +150,14 @@ def new_process(exports_are_checked_here: Callable[..., Any], monkeypatch: pytes
 
 
 TABLE = Table()
+
+
+@pytest.fixture
+def copied_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loader processes are copies of this one, with what a test has changed in it."""
+    from eagleray.base import fork_server
+
+    monkeypatch.setattr(fork_server, "CONTEXT", multiprocessing.get_context("fork"))
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ def test_end():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    (tmp_path / "tests" / "room" / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").touch()
     return tmp_path
 
@@ -61,19 +61,28 @@ def test_what_has_passed_is_not_run_again_until_the_tree_changes(tree: Path):
     parallel = ("-p", "xdist", "-n", "2")
     code, said = run(tree, *parallel)
     assert (code, numbers(said)) == (1, (0, 0))
-    named = re.findall(r"FAILED (tests/test_it.py::.*)", said)
+    named = re.findall(r"FAILED (tests/room/test_it.py::.*)", said)
     assert sorted(named) == [
-        "tests/test_it.py::test_a[1]: AssertionError: one is wrong",
-        "tests/test_it.py::test_b: RuntimeError: in the end",
+        "tests/room/test_it.py::test_a[1]: AssertionError: one is wrong",
+        "tests/room/test_it.py::test_b: RuntimeError: in the end",
     ]
     code, said = run(tree, *parallel)
     assert (code, numbers(said)) == (1, (3, 3))
     code, said = run(tree, "-k", "test_end")
     assert (code, numbers(said)) == (0, (3, 1)), "nothing is left to run of this part"
     assert run(tree, "-k", "test_nothing")[0] == 5, "a part that has no tests is a mistake"
-    (tree / "tests" / "test_it.py").write_text(TESTS.replace("i != 1", "True"))
+    (tree / "tests" / "conftest.py").touch()
     code, said = run(tree)
     assert (code, numbers(said)) == (1, (0, 0))
+
+
+def test_a_changed_file_of_tests_runs_its_own_tests_and_those_of_the_whole_tree_again(tree: Path):
+    (tree / "tests" / "room" / "test_other.py").write_text("def test_other(): pass\n")
+    (tree / "tests" / "test_house.py").write_text("def test_house(): pass\n")
+    assert numbers(run(tree)[1]) == (0, 0)
+    assert numbers(run(tree)[1]) == (5, 5)
+    (tree / "tests" / "room" / "test_it.py").write_text(TESTS.replace("i != 1", "True"))
+    assert numbers(run(tree)[1]) == (1, 1), "test_other alone has read nothing that changed"
 
 
 def test_a_run_that_is_killed_has_kept_what_passed(tree: Path):
@@ -82,7 +91,7 @@ def test_a_run_that_is_killed_has_kept_what_passed(tree: Path):
 
 
 def test_a_tree_that_changes_during_a_run_keeps_nothing(tree: Path):
-    (tree / "tests" / "test_it.py").write_text("def test_change(): open('new', 'w')\n")
+    (tree / "tests" / "room" / "test_it.py").write_text("def test_change(): open('new', 'w')\n")
     code, said = run(tree)
     assert code == 0
     assert "the tree has changed meanwhile" in said

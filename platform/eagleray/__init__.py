@@ -17,7 +17,7 @@ _MODULES = {
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load"),
     "api.jobs": ("Job", "job", "jobs", "submit"),
-    "api.plan": ("Planned", "plan"),
+    "api.plan": ("plan",),
     "api.pretrain": ("finetune", "pretrain"),
     "api.run": ("Run",),
     "api.stream": ("Loader", "loader"),
@@ -36,6 +36,7 @@ _MODULES = {
     "reports.watch": ("Watch", "watch"),
     "reports.write": ("report",),
     "runs.callbacks": ("Callback", "RunView"),
+    "runs.forecast": ("Forecast",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME)]

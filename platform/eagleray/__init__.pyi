@@ -16,7 +16,6 @@ from eagleray.api.jobs import Job as Job
 from eagleray.api.jobs import job as job
 from eagleray.api.jobs import jobs as jobs
 from eagleray.api.jobs import submit as submit
-from eagleray.api.plan import Planned as Planned
 from eagleray.api.plan import plan as plan
 from eagleray.api.pretrain import finetune as finetune
 from eagleray.api.pretrain import pretrain as pretrain
@@ -48,5 +47,6 @@ from eagleray.reports.watch import watch as watch
 from eagleray.reports.write import report as report
 from eagleray.runs.callbacks import Callback as Callback
 from eagleray.runs.callbacks import RunView as RunView
+from eagleray.runs.forecast import Forecast as Forecast
 
 __version__: str

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import eagleray
 from eagleray.api import jobs
 from eagleray.cluster.jobs import Job
 from eagleray.datasets.shapes import image
-from eagleray.runs import build
+from eagleray.methods.method import Method
+from eagleray.runs import checks
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -95,7 +96,7 @@ class OneJob:
     def job(self, name: str) -> Job:
         return self.known
 
-    def waits(self, job: Job) -> str:
+    def waits(self, job: Job, known: Sequence[Job] = ()) -> str:
         return ""
 
     def logs(self, name: str) -> str:
@@ -112,9 +113,9 @@ def test_the_example_of(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
     assert first.rstrip().endswith("."), "a first sentence"
     code = example(thing)
     assert code, f"{name} has no example"
-    monkeypatch.setattr(jobs, "Cluster", OneJob)
+    monkeypatch.setattr(jobs.cluster_jobs, "Cluster", OneJob)
     monkeypatch.setattr(jobs.cluster_jobs, "submit", lambda cluster, package, *more, **keys: OneJob.known.id)
-    monkeypatch.setattr(build, "check_method", lambda recipe: None)  # of a large model
+    monkeypatch.setattr(checks, "check_method", lambda recipe: Method)  # of a large model
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", OneJob.address)
     torch.manual_seed(0)
     exec(compile(code, name, "exec"), {"eagleray": eagleray})
@@ -123,12 +124,13 @@ def test_the_example_of(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(home: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    written = PAGE.read_text().partition("<!-- from here on written by")[0]  # the rest are the docstrings
+    blocks = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
     assert len(blocks) >= 6
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)
     assert names["position"] == {"step": 20}
-    assert "optim.btach: unknown key; did you mean 'batch'?" in capsys.readouterr().out
+    assert "optim.btach: unknown key; did you mean 'optim.batch'?" in capsys.readouterr().out
 
 
 def test_the_page_names_every_function():

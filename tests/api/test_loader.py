@@ -11,7 +11,8 @@ import eagleray
 from eagleray.data.loader import Loader
 from eagleray.engine import world
 from eagleray.runs import recipe
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.checks import make_plan
+from eagleray.runs.sources import resolve_paths
 
 VIEWS = [{"size": 16, "scale": [0.3, 1.0], "solarize": 0.1}, {"size": 16, "scale": [0.3, 1.0], "blur": 0.5}]
 

@@ -84,10 +84,11 @@ def test_input_output_and_failures_are_those_of_subprocess():
 
 
 def test_nothing_starts_processes_in_another_way():
-    """But for the process that training is forked from, which its worker's group of Ray holds."""
+    """But for the process that training is forked from, which its worker's group of Ray holds, and a job's driver, to
+    which signals are passed on."""
     found = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
         if re.search(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|popen|spawn\w+)\(", file.read_text())
     }
-    assert found == {"base/child.py", "cluster/spares.py"}
+    assert found == {"base/child.py", "cluster/job_start.py", "cluster/spares.py"}

@@ -17,6 +17,7 @@ from helpers.benchmarks import ABSENT, BENCHMARKS, LACKS, ROOT, Bare, load_bench
 from helpers.recipes import METHODS
 from PIL import Image
 
+from eagleray.cli.demo import pictures
 from eagleray.datasets.shards import Sample, encode, write_shards
 
 TINY = "backbone.options={img_size: 16, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 3}"
@@ -102,7 +103,7 @@ def test_step_names_the_wrong_key(bare: Bare) -> None:
     path = BENCHMARKS / "recipes" / "mocov3_vits16.yaml"
     done = run(bare, BENCHMARKS / "step.py", path, "optim.epoch=1", "--synthetic", rc=2)
     assert done.stderr.startswith("error: ")
-    assert "did you mean 'epochs'" in done.stderr
+    assert "did you mean 'optim.epochs'" in done.stderr
 
 
 @pytest.mark.slow
@@ -153,6 +154,13 @@ def test_decode(bare: Bare) -> None:
     assert 0 < out["difference"]["1 MP dino"]["mean"] < 10
 
 
+def test_crops(bare: Bare) -> None:
+    out = result(bare, "crops.py", "--images", "2", "--rounds", "1")  # it fails where a pixel differs
+    assert all(out[f"{name}_per_core"] > 0 for name in ("decode", "torchvision_decode", "cpu_dino", "sent_mocov3"))
+    assert out["device_dino_per_s"] > 0
+    assert 0 < out["sent_mocov3_bytes"] <= 3 * out["cpu_mocov3_bytes"]
+
+
 def test_gpu_script_is_bash() -> None:
     subprocess.run(["bash", "-n", BENCHMARKS / "gpu.sh"], check=True)
 
@@ -179,7 +187,9 @@ def test_gpu_script_on_a_cpu(bare: Bare, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results" / "gpu.jsonl").read_text().splitlines()]
     steps = {f"{method}{data}" for method in ("mocov3", "dino", "simclr") for data in ("", "-real")}
-    assert {line["name"] for line in lines} == steps | {"methods", "methods-half", "tests", "photometric", "loader"}
+    steps |= {f"{method}{how}" for method in ("esvit", "selfpatch", "drloc") for how in ("", "-compiled")}
+    others = {"methods", "methods-half", "tests", "photometric", "loader", "crops", "prototypes", "windows"}
+    assert {line["name"] for line in lines} == steps | others
     assert {line["status"] for line in lines} == {"ok"}, lines
     assert not [line for line in lines if "error" in line["result"]]
     assert [line["result"]["case"] for line in lines if line["name"] == "mocov3"] == [
@@ -291,9 +301,30 @@ def test_survive(shards: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evidence(tmp_path: Path, shards: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}-000000.tar").symlink_to(min((shards / name).glob("*.tar")))
+@pytest.mark.timeout(900)
+def test_head_memory() -> None:
+    """On a real Ray, too."""
+    out = result(dict(os.environ), "head_memory.py", "--runs", "1")
+    assert 0 < out["pss"]["0"] < out["pss"]["1"] < out["rss"]["1"]
+    assert {"driver x1", "JobSupervisor x1", "TrainController x1"} <= out["rss_of_processes"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_ranks() -> None:
+    """On a real Ray and a real store."""
+    out = result(dict(os.environ), "many_ranks.py", "--ranks", "2", "--minutes", "0.5")
+    assert out["pss_mib"].keys() == {"eagleray-rank", "eagleray-spare", "ray::RayTrainWorker", "others"}
+    assert 0 < out["pss_mib_per_rank"] < sum(out["pss_mib"].values())
+    assert 0 < out["requests_per_minute"] < 300
+
+
+@pytest.mark.slow
+def test_evidence(tmp_path: Path) -> None:
+    for seed, name in enumerate(("train", "test")):
+        write_shards(pictures(seed, 80), str(tmp_path / name))
+        [shard] = (tmp_path / name).glob("*.tar")
+        shard.rename(tmp_path / f"{name}-000000.tar")
     keys = ("--data", tmp_path, "--work", tmp_path / "work", "--images", "128", "--epochs", "1", "--settings", "mocov3")
     out = result(dict(os.environ), "evidence.py", *keys)
     assert [(row["data"], row["setting"]) for row in out["rows"]] == [
@@ -341,6 +372,7 @@ def test_dispatch_counts_a_step_that_never_waits(bare: Bare) -> None:
     [(name, counted)] = json.loads(lines[-1])["methods"].items()
     assert (name, counted["waits"]) == ("mocov3", 0)
     assert 1000 < counted["operations"] < 2280  # 3,257 before views shared a forward
+    assert counted["planned"] == counted["kernels"] < counted["operations"]
 
 
 def test_dispatch_leaves_no_method_out() -> None:

@@ -24,6 +24,7 @@ COMMANDS = [
     "big_index.py",
     "checkpoint_stall.py",
     "control_cost.py",
+    "crops.py --images 8 --rounds 1",
     "curation.py --data DATA --out OUT",
     "decode.py --dali",
     "dispatch.py",
@@ -32,6 +33,8 @@ COMMANDS = [
     "evaluate_scale.py",
     "evidence.py --data DATA/cifar10 --work OUT",
     "faults.py",
+    "in_place.py",
+    "kernels.py prototypes windows --share 0.1",
     "lambda_search.py untrained:timm:resnet18 DATA/cifar10",
     "loader_memory.py",
     "methods.py",
@@ -46,8 +49,17 @@ COMMANDS = [
     "stores.py",
     "trust_cost.py --before HEAD",
 ]
-ELSEWHERE = {"lejepa.py", "proof.py", "ratios.py"}  # the first two continue sweeps for hours
-PARTS = {"peers_lightly_train.py", "plain_step.py", "proof_set.py", "rivals.py", "synthetic.py", "table.py"}
+ELSEWHERE = {"lejepa.py", "proof.py", "published.py"}  # they go on for hours
+ELSEWHERE |= {"ratios.py", "head_memory.py", "fault_times.py", "many_ranks.py"}
+PARTS = {
+    "peers_lightly_train.py",
+    "plain_step.py",
+    "proof_set.py",
+    "rival_datasets.py",
+    "rivals.py",
+    "synthetic.py",
+    "table.py",
+}
 PARTS |= {"trust_cost_parts.py"}  # programs that another benchmark runs
 
 

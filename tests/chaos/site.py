@@ -69,7 +69,8 @@ def uninterrupted(run: Run, last: int, keys: Sequence[str]) -> Steps:
     from eagleray.data.loader import Loader
     from eagleray.engine import world
     from eagleray.runs import recipe
-    from eagleray.runs.plan import make_plan, resolve_paths
+    from eagleray.runs.checks import make_plan
+    from eagleray.runs.sources import resolve_paths
     from eagleray.storage import store
     from eagleray.storage.s3 import S3Store
 

@@ -13,14 +13,13 @@ from chaos.check import verify
 from chaos.job import TRACING, Job, Run
 from chaos.site import RECIPE, uninterrupted
 from helpers.processes import below
-from helpers.ray_nodes import add, ray_cluster
+from helpers.ray_nodes import add, drain, ray_cluster
 
 from eagleray.base.files import read_lines
 from eagleray.cluster.spares import NAME
 
 pytestmark = pytest.mark.slow
 KEYS = ["log_steps=1", "checkpoint.steps=20", "monitor.every=1000", "optim.epochs=10000"]
-NOTICE = 40  # seconds between being told and being taken away
 
 
 @pytest.fixture
@@ -39,17 +38,6 @@ def cluster(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     slow = {"EAGLERAY_PACE": "0.1", "EAGLERAY_SAVE": "1"}
     with ray_cluster(monkeypatch, PYTHONPATH=paths, EAGLERAY_TRACE=str(run.tracing), **slow) as cluster:
         yield cluster
-
-
-def drain(cluster: Any, node: Any) -> None:
-    """What a cloud's notice of preemption comes to."""
-    from ray._raylet import GcsClient
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-
-    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    client = GcsClient(address=cluster.gcs_address)
-    taken, why = client.drain_node(node.node_id, reason, "spot", int((time.time() + NOTICE) * 1000))
-    assert taken, why
 
 
 def wait_for(what: str, job: Job, come: Callable[[], bool], seconds: float = 240) -> None:

@@ -16,8 +16,7 @@ from chaos.site import SHORT, Site, Whole
 
 from eagleray.base.files import parse_lines
 from eagleray.engine import checkpoint
-from eagleray.runs.copy_of_run import RECORDS, Copy
-from eagleray.runs.histories import GROWING
+from eagleray.runs.bucket_files import GROWING, RECORDS, RunCopy
 
 pytestmark = pytest.mark.slow
 # Any of a later epoch is newer, whatever its step, and takes the place of parts of histories.
@@ -71,7 +70,7 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
     time.sleep(3)  # until what it was sending has arrived
     before, seen = stored(site, name), histories(name, tmp_path / "before")
     send(old, signal.SIGCONT)
-    assert old.finish(60) == STATUS["superseded"], old.said()
+    assert old.finish() == STATUS["superseded"], old.said()
     assert f"out=s3://chaos/{name}: another process has taken this run over" in old.complaint()
     after = stored(site, name)
     late = {key for key in before if after.get(key) != before[key]}  # what it was sending when it was stopped
@@ -91,7 +90,7 @@ def test_a_writer_that_comes_back_to_a_run_in_a_store(
 
 def histories(name: str, folder: Path) -> dict[str, bytes]:
     """The histories that a reader finds."""
-    Copy(f"s3://chaos/{name}", folder).fetch()
+    RunCopy(f"s3://chaos/{name}", folder).fetch()
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name in GROWING}
 
 

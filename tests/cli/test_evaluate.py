@@ -2,10 +2,12 @@
 
 import json
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,21 +33,29 @@ from eagleray.evaluation import evaluate, extraction, feature_cache, results
 from eagleray.evaluation.extraction import Task, join_shares
 from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.evaluation.results import Result
-from eagleray.evaluation.target import Target, expect, load_target
+from eagleray.evaluation.target import Inputs, Target, expect, load_target
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.models.pixels import Pixels
-from eagleray.protocols import feature_types
-from eagleray.protocols.catalogue import Knn, Linear
-from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled, labelled_samples
+from eagleray.protocols.catalogue import Knn
+from eagleray.protocols.features import (
+    LabelledFeatures,
+    check_kind,
+    extract_features,
+    extract_pooled,
+    labelled_samples,
+    read_kinds,
+)
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
+from eagleray.protocols.needs import Extraction
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import mlflow_run, pretrain, recipe
 from eagleray.runs.tracking import Tracking
 from eagleray.views.colours import MEAN, STD
 
 UPDATE = mlflow_run.update
+CROP = Extraction("pooled", 16, 16)
 STAGES = {"dims": (8, 16, 24), "depths": (1, 2, 2), "heads": (1, 1, 2)}
 DEEP = {
     "vit_tiny_patch16_224": KINDS["vit_tiny_patch16_224"] | {"depth": 5},
@@ -54,6 +64,8 @@ DEEP = {
     "cvt_tiny_esvit": STAGES | {"mlp_ratios": (2, 2, 2), "windows": (2, 2, 2)},
     "vil_tiny": STAGES | {"img_size": 32, "patches": (4, 2, 2), "tokens": (1, 1, 0), "windows": (None, None, None)},
 }
+
+CROP = Extraction("pooled", 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +119,7 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
     backbone = Backbone(name, options=DEEP[name]).eval()
     images = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        found = feature_types.read(backbone, images, ["pooled", "last4", "avgpool"])
+        found = read_kinds(backbone, images, ["pooled", "last4", "avgpool"])
         torch.testing.assert_close(found["pooled"], backbone(images).pooled)
         torch.testing.assert_close(found["last4"][:, -backbone.dim :], found["pooled"])
         torch.testing.assert_close(found["avgpool"][:, backbone.dim :], backbone(images).patches.mean(1))
@@ -122,10 +134,10 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
 
 def test_a_backbone_with_too_few_blocks():
     with pytest.raises(UserError, match="has 2 blocks; expected 4 or more"):
-        feature_types.check(network(), "last4", 16)
+        check_kind(network(), "last4", 16)
     with pytest.raises(UserError, match=r"--features polled: unknown; did you mean 'pooled'\?"):
-        feature_types.check(network(), "polled", 16)
-    assert feature_types.read(network("resnet50").eval(), torch.zeros(2, 3, 32, 32), ["last4"])["last4"].shape == (
+        check_kind(network(), "polled", 16)
+    assert read_kinds(network("resnet50").eval(), torch.zeros(2, 3, 32, 32), ["last4"])["last4"].shape == (
         2,
         32,
     )
@@ -142,19 +154,19 @@ def test_all_kinds_come_from_one_pass(shards: Path, forwards: list[int]):
 
 def test_several_k_at_once_are_each_by_itself():
     train, test = clusters(300, spread=1.5, seed=0), clusters(100, spread=1.5, seed=1)
-    found = knn(train, test, Knn(k=7, ks=(1, 30, 900), temperature=0.1)).numbers
+    found = knn(train, test, k=7, ks=(1, 30, 900), temperature=0.1)
     for k in (1, 30, 900):
-        assert found[f"knn/top1_k{k}"] == knn(train, test, Knn(k=k, ks=(), temperature=0.1)).numbers["knn/top1"]
-    assert found["knn/top5"] == knn(train, test, Knn(k=7, ks=(), temperature=0.1)).numbers["knn/top5"]
+        assert found[f"knn/top1_k{k}"] == knn(train, test, k=k, temperature=0.1)["knn/top1"]
+    assert found["knn/top5"] == knn(train, test, k=7, temperature=0.1)["knn/top5"]
 
 
 def test_the_best_epoch_is_beside_the_last():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
-    found = linear(train, test, Linear(epochs=6)).numbers
+    found = linear(train, test, epochs=6)
     assert found["linear/best"] >= found["linear/top1"]
     assert 1 <= found["linear/best_epoch"] <= 6
     shifted = LabelledFeatures(test.x, (test.y + 1) % 5)
-    assert linear(train, shifted, Linear(epochs=6)).numbers["linear/lr"] == found["linear/lr"]
+    assert linear(train, shifted, epochs=6)["linear/lr"] == found["linear/lr"]
 
 
 def test_a_digest_is_of_weights_and_architecture(trained: Path):
@@ -218,7 +230,7 @@ def test_workers_give_the_features_of_one_process(
 ):
     url, one, found = str(shards / "test"), load_target(str(trained)), []
     index = open_index(url, note=lambda _: None)
-    task = Task(one.name, None, url, labelled_samples(index), 16, 16, ("pooled",), digest=one.digest)
+    task = Task(Inputs(one.name, one.digest), url, labelled_samples(index), CROP, ("pooled",))
     for workers in (0, 2):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(workers)))
         found.append(extraction.features(one, index, task, workers=workers, note=print)["pooled"])
@@ -228,10 +240,10 @@ def test_workers_give_the_features_of_one_process(
 
 def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shards: Path):
     one = load_target(str(trained))
-    task = Task(one.name, None, str(shards / "test"), np.arange(2), 16, 16, ("pooled",), digest=one.digest)
+    task = Task(Inputs(one.name, one.digest), str(shards / "test"), np.arange(2), CROP, ("pooled",))
     assert len(extraction.share(task)[1]["pooled"].y) == 2
     with pytest.raises(UserError, match="the weights changed during the evaluation"):
-        extraction.share(replace(task, digest="0" * 16))
+        extraction.share(replace(task, inputs=replace(task.inputs, digest="0" * 16)))
 
 
 def test_a_data_digest_knows_every_image(tmp_path: Path):
@@ -329,11 +341,11 @@ def test_one_is_refused_and_the_others_go_on(
 
 
 def test_pictures_need_no_settings(request_: Callable[..., evaluate.Report]):
-    """Each with the size that is its own, but few images."""
+    """Each with the size that is its own, neighbours with that of the run, but few images."""
     few = {"limit": "2", "images": "1", "queries": "1"}
     report = request_("attention", "components", "neighbours", "pairs", settings=few)
     assert not report.refused
-    sizes = {"attention": 480, "components": 448, "neighbours": 224, "pairs": 224}
+    sizes = {"attention": 480, "components": 448, "neighbours": 16, "pairs": 224}
     assert {r.protocol: r.settings["size"] for r in report.results} == sizes
 
 
@@ -413,6 +425,24 @@ def test_results_only_grow(tmp_path: Path):
         results.load(str(tmp_path))
 
 
+def test_a_line_for_each_protocol_holds_what_differs():
+    numbers = {"knn/top1": 12.345, "knn/top5": 3.0, "knn/top1_k10": 12.0}
+    suite = {f"suite/s{i}": i for i in range(9)}
+    both = [result(protocol="knn", numbers=numbers), result(protocol="suite", numbers=suite)]
+    lines = results.table(both, list(results.rows(both, [], {"knn/top1": 70.0})), "text").splitlines()
+    assert lines == [
+        "knn    top1 12.35 (paper 70.00), top5 3.00",
+        "suite  s0 0, s1 1, s2 2, s3 3, s4 4, s5 5, and 3 more",
+    ]
+
+
+def test_results_of_a_file_come_into_a_folder_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    target = SimpleNamespace(name="/somewhere/deep/backbone", run=None)
+    place = evaluate.folder(evaluate.Request("backbone", ["knn"]), target)  # type: ignore[arg-type]
+    assert re.fullmatch(re.escape(str(tmp_path)) + r"/evaluations/backbone-[0-9a-f]{8}", place)
+
+
 def test_tables_hold_every_number():
     many = result(numbers={"a_b/x": 12.345, "a_b/n": 3}, settings={"ks": [1, 2], "odd": "50 % | {x}"})
     table = list(results.rows([many], [], {"a_b/x": 70.0}))
@@ -458,7 +488,7 @@ def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():
 
 def test_shares_are_put_together_in_order():
     samples = np.arange(10)
-    parts = list(Task("", None, "", samples, 16, 16).shares(["pooled"], 3))
+    parts = list(Task(Inputs("", ""), "", samples, CROP).shares(["pooled"], 3))
     assert [len(p.samples) for p in parts] == [4, 3, 3]
     rows = [torch.from_numpy(p.samples) for p in parts]
     done = [(p.number, {"pooled": LabelledFeatures(r.float()[:, None], r)}) for p, r in zip(parts, rows, strict=True)]
@@ -476,8 +506,12 @@ def test_the_command(trained: Path, shards: Path, tmp_path: Path, capsys):
     given = [str(trained), "--train", str(shards / "train"), "--test", str(shards / "test"), "--out", str(tmp_path)]
     done = CliRunner().invoke(main.app, ["evaluate", *given, "--protocol", "knn", "--k", "5", "--temperature=0.1"])
     assert done.exit_code == 0, done.output
-    assert "| knn | knn/top1 |" in done.stdout
-    assert "k 5, ks 10/20/100/200, temperature 0.1" in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("knn ")]
+    assert re.fullmatch(r"knn  top1 \S+, top5 \S+", line)
+    assert done.stdout.splitlines()[-1] == f"results   {tmp_path}/results.json: all numbers and settings"
+    table = CliRunner().invoke(main.app, ["evaluate", *given, "--protocol", "knn", "--k", "5", "--format", "markdown"])
+    assert "| knn | knn/top1 |" in table.stdout
+    assert "k 5, ks 10/20/100/200, temperature 0.07" in table.stdout
     latex = CliRunner().invoke(main.app, ["evaluate", *given, "--protocol", "knn", "--format", "latex"])
     assert r"\toprule" in latex.stdout
     several = ["--protocol", "linear,linear@mocov3", "--epochs", "1", "--json"]

@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from eagleray.api import pretrain as api
 from eagleray.base.files import read_lines
 from eagleray.cli import main
+from eagleray.cli.outcome import TIME_OVER
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -92,6 +95,21 @@ def test_what_was_typed_is_looked_for_before_what_the_recipe_names(
     assert line.startswith(f"error: data.test: {tmp_path}/test: cannot be read: No such file")
     assert line.endswith("data.test=null")
     assert not (tmp_path / "out").exists(), "a command that is refused leaves no folder"
+
+
+def test_it_ends_after_its_hours_as_pretraining_does(
+    small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = list[float | None]()
+
+    def see_through(*_: Any, hours: float | None) -> Any:
+        given.append(hours)
+        return SimpleNamespace(finished=False, time_over=True)
+
+    monkeypatch.setattr(api, "see_through", see_through)
+    args = arguments(small, shards, tmp_path / "out", "workers=0")
+    ended = CliRunner().invoke(main.app, ["finetune", "timm:resnet18", *args, "--max-hours", "1.5"])
+    assert (ended.exit_code, given) == (TIME_OVER, [1.5]), ended.output
 
 
 def test_other_weights_are_another_run(

@@ -3,12 +3,16 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.cli import init
 from eagleray.config import bundled
+from eagleray.data.tiff import write_pages
+from eagleray.datasets.survey import survey
 from eagleray.runs import recipe
 
 METHODS = [m for m in config.parts("eagleray.methods") if m not in init.LABELLED]
@@ -36,7 +40,7 @@ def test_bases_are_shipped_and_methods_that_need_labels_are_refused():
 
 def test_a_file_is_never_overwritten(tmp_path: Path):
     path = tmp_path / "mine.yaml"
-    init.init(images=2_000, file=path)
+    init.init(images=2_000, file=path, gpu=["l4"])
     with pytest.raises(UserError, match="already exists"):
         init.init(images=2_000, file=path)
     with pytest.raises(UserError, match="their number as --images N"):
@@ -66,24 +70,119 @@ def test_what_is_wrong_is_one_line_before_a_recipe_is_written(
     assert [p.name for p in tmp_path.iterdir()] == ["photos"]
 
 
-def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert init.count(str(shards / "train")) == 320
+def photographs(folder: Path, images: int, size: tuple[int, int], mode: str = "RGB", kind: str = "jpg") -> None:
+    """Write images of this size into two class folders; those after the first two are links to these."""
+    noise = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    for n in range(images):
+        path = folder / "ab"[n % 2] / f"{n}.{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if n < 2:
+            Image.fromarray(noise).convert(mode).resize(size).save(path)
+        else:
+            path.hardlink_to(folder / "ab"[n % 2] / f"{n % 2}.{kind}")
+
+
+SETS: dict[str, tuple[tuple[int, int], str, str]] = {
+    "tiny": ((28, 28), "L", "png"),
+    "usual": ((300, 224), "RGB", "jpg"),
+    "camera": ((4000, 3000), "RGB", "jpg"),
+}
+WRITTEN = {
+    "tiny": [
+        "# shorter side 28 to 28 pixels (5th to 95th percentile), median 28; PNG 100%",
+        "# grey, 28 x 28 pixels and ",
+        "    img_size: 28 # 14 x 14 patches",
+        "    patch_size: 2 # pixels, for small images",
+        "  - {size: 28, scale: [0.4, 1.0]",
+    ],
+    "usual": [
+        "# shorter side 224 to 224 pixels",
+        "# colour, 300 x 224 pixels and ",
+        "crops are of the recipe's usual size, as the shorter side is 224 pixels.",
+        "#   start.from=timm:vit_small_patch16_224.dino start.freeze=40 start.stop_below=0.8",
+    ],
+    "camera": [
+        "# shorter side 3000 to 3000 pixels",
+        "though images are 13 times as large: details below 13 pixels are lost",
+        "decode: scaled # JPEGs of 4000 x 3000 pixels are decoded at an eighth to a half of their size",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_recipe_is_made_for_the_images_that_are_seen(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    size, mode, kind = SETS[name]
+    photographs(tmp_path / "photos", 300, size, mode, kind)
+    path = tmp_path / "mine.yaml"
+    init.init(str(tmp_path / "photos"), file=path, gpus=4, gpu=["l4", "h100"], price=2.0)
+    written = path.read_text()
+    assert "# 300 images, 2 classes; " in written
+    assert "# Few images teach a backbone little from random weights: public weights may serve you better" in written
+    for line in WRITTEN[name]:
+        assert line in written
+    assert ("decode: scaled" in written) == (name == "camera")
+    assert ("patch_size" in written) == (name == "tiny")
+    said = capsys.readouterr().out
+    assert f"eagleray pretrain {path}\n" in said
+    assert all(line in said for line in written.splitlines())
+    for gpu in ("l4", "h100"):
+        assert re.search(rf"plan      4 x {gpu}: .* GiB, .* images/s, .* h, .* GPU-hours, .* at 2 an hour; ", said)
+    assert not (tmp_path / "photos" / "index.parquet").exists()
+
+
+def test_hours_and_cost_are_said_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    init.init(images=2_000_000, gpus=4, gpu=["l4"], price=0.5, file=tmp_path / "mine.yaml")
+    found = re.search(r"4 x l4: .* ([\d.]+) h, ([\d.]+) GPU-hours, ([\d.]+) at 0.5 an hour", capsys.readouterr().out)
+    assert found
+    hours, all_hours, cost = map(float, found.groups())
+    assert all_hours == pytest.approx(4 * hours, rel=0.01)
+    assert cost == pytest.approx(all_hours / 2, rel=0.01)
+    with pytest.raises(UserError, match="--gpu h10: unknown; did you mean 'h100'"):
+        init.init(images=2_000_000, gpu=["h10"], file=tmp_path / "other.yaml")
+
+
+def test_images_of_many_channels_need_a_key(tmp_path: Path):
+    for n in range(4):
+        write_pages(tmp_path / f"{n}.tif", np.ones((20, 30, 6), np.float32))
+    (tmp_path / "broken.tif").write_bytes(b"II*\0" + bytes(20))
+    seen = survey(str(tmp_path))
+    assert (seen.images, seen.looked, seen.broken, seen.channels) == (5, 4, 1, 6)
+    assert "data stats --channels" in init.text(init.base_of("dino"), images=300, seen=seen)
+
+
+def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Path):
+    assert survey(str(shards / "train")).images == 320
     folder = tmp_path / "photos" / "deep"
     folder.mkdir(parents=True)
     with pytest.raises(UserError, match=r"tar|image"):
-        init.count(str(tmp_path / "photos"))
-    for n in range(100):
-        (folder / f"{n}.jpg").touch()
-    init.init(str(tmp_path / "photos"), file=tmp_path / "mine.yaml")
-    assert "# 100 images of 224 pixels" in (tmp_path / "mine.yaml").read_text()
-    assert f"eagleray pretrain {tmp_path / 'mine.yaml'}\n" in capsys.readouterr().out
+        survey(str(tmp_path / "photos"))
+    (folder / "0.jpg").touch()
+    with pytest.raises(UserError, match="photos: none of 1 images can be opened"):
+        survey(str(tmp_path / "photos"))
+    photographs(folder, 300, (64, 48))
+    init.init(str(tmp_path / "photos"), file=tmp_path / "mine.yaml", gpu=["l4"])
+    assert "# 301 images, no classes; 255 of them" in (tmp_path / "mine.yaml").read_text()
     folder_sources = recipe.load(str(tmp_path / "mine.yaml")).data.train
     assert folder_sources
     assert folder_sources[0].url == str(tmp_path / "photos")
-    init.init(str(shards / "train"), file=tmp_path / "shards.yaml")
+    init.init(str(shards / "train"), file=tmp_path / "shards.yaml", gpu=["l4"])
     sources = recipe.load(str(tmp_path / "shards.yaml")).data.train
     assert sources
     assert sources[0].url == str(shards / "train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+def test_the_recipe_of_each_set_trains_some_steps(name: str, tmp_path: Path):
+    """With one small block in place of twelve."""
+    from eagleray.api.pretrain import pretrain
+
+    size, mode, kind = SETS[name]
+    photographs(tmp_path / "photos", 300, size, mode, kind)
+    init.init(str(tmp_path / "photos"), file=tmp_path / "mine.yaml", gpus=0, gpu=["l4"])
+    small = {f"backbone.options.{k}": v for k, v in {"depth": 1, "embed_dim": 32, "num_heads": 2}.items()}
+    keys = {**small, "data.workers": 0, "max_steps": 2, "out": str(tmp_path / "run")}
+    assert pretrain(tmp_path / "mine.yaml", keys).summary["steps"] == 2
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("key", "wanted"),
     [
-        ("optim.btach=32", "optim.btach: unknown key; did you mean 'batch'?"),
-        ("method.temprature=0.1", "method.temprature: unknown key; did you mean 'temperature'?"),
-        ("views=[{sise: 16}, {}]", "views.0.sise: unknown key; did you mean 'size'?"),
-        ("optim.lr.valu=1", "optim.lr.valu: unknown key; did you mean 'value'?"),
+        ("optim.btach=32", "optim.btach: unknown key; did you mean 'optim.batch'?"),
+        ("method.temprature=0.1", "method.temprature: unknown key; did you mean 'method.temperature'?"),
+        ("views=[{sise: 16}, {}]", "views.0.sise: unknown key; did you mean 'views.0.size'?"),
+        ("optim.lr.valu=1", "optim.lr.valu: unknown key; did you mean 'optim.lr.value'?"),
         ("method.name=mocov4", "method.name: unknown 'mocov4'; did you mean 'mocov3'?"),
         ("backbone.name=vit_tiny_patch16_225", "did you mean vit_tiny_patch16_224?"),
         ("backbone.options={depht: 3}", "depht"),

@@ -40,7 +40,9 @@ def test_a_plan_says_memory_speed_limit_hours_and_money():
         "of 79.6 GiB",
         "GFLOP per image",
         "images/s",
-        "limit     decoding",
+        "the decoding limits it",
+        "step      ",
+        "input     3200 images/s with 4 loader processes",
         "1281167 images",
     ):
         assert word in text
@@ -88,13 +90,13 @@ def folder_of_images(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_cannot_fit_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from eagleray.api.planning import check_named
     from eagleray.runs import recipe
+    from eagleray.runs.local_forecast import check_named
 
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
     name = "mocov3_vits16_in1k_ep300"
     big = recipe.load(name, [*SMALL, "method.hidden=50000", "method.dim=50000", "workers=2"])
     with pytest.raises(eagleray.UserError, match=r"GiB on each t4.*--insist sends the run"):
-        check_named(big, name, "t4", insist=False)
-    check_named(big, name, "t4", insist=True)
+        check_named(big, None, "t4", insist=False)
+    check_named(big, None, "t4", insist=True)
     assert capsys.readouterr().out.count("of 15.0 GiB on 2 x t4") == 2

@@ -100,7 +100,7 @@ def strangers(folder: Path) -> Path:
     write_plugin(run / "plugins", more=f"\nopen({str(folder / 'ran')!r}, 'w').close()\n")
     tree = yaml.safe_load(write_recipe(run).read_text())
     tree["data"]["train"] = str(folder / "none")
-    copy = plugins.Copy(run, {"my_method.py": (run / "plugins" / "my_method.py").read_bytes()})
+    copy = plugins.PluginCopy(run, {"my_method.py": (run / "plugins" / "my_method.py").read_bytes()})
     tree["plugins"] = [{"name": "my_method.py", "sha256": copy.sha256}]
     (run / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return run

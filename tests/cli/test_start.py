@@ -12,8 +12,9 @@ from helpers.runs import FAST, arguments, assert_same, split, weights
 from typer.testing import CliRunner
 
 from eagleray.api import pretrain as api
+from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.cli import main
+from eagleray.cli import early, main
 from eagleray.engine import checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -154,3 +155,14 @@ def test_another_start_is_another_run(dino: Path, shards: Path, tmp_path: Path, 
     run(*given)
     assert "start.from is None there and" in refused(capsys, "pretrain", *given, f"start.from={dino}")
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 1
+
+
+def test_what_a_run_starts_from_may_be_gone_when_the_run_in_a_store_has_begun(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Only the run itself asks the store, so the check before PyTorch is imported must not decide."""
+    monkeypatch.setattr(early.store, "check_writable", lambda out, key: None)
+    words = [f"data.train={shards / 'train'}", f"start.from={tmp_path / 'gone'}"]
+    with pytest.raises(UserError, match="gone: no such run"):
+        early.check_run("mocov3_vitxs8_shapes_demo", [*words, f"out={tmp_path / 'new'}"])
+    early.check_run("mocov3_vitxs8_shapes_demo", [*words, "out=s3://runs/first"])

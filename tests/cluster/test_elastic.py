@@ -8,8 +8,9 @@ from eagleray.base.errors import UserError
 from eagleray.cluster.ray_train import resources
 from eagleray.cluster.supervisor import cpus_per_gpu
 from eagleray.runs import recipe
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.checks import make_plan
 from eagleray.runs.recipe import Recipe, span
+from eagleray.runs.sources import resolve_paths
 
 HEAD, CPUS, GPUS = {"memory": 1.0}, {"CPU": 8.0}, {"CPU": 32.0, "GPU": 8.0}
 

@@ -15,8 +15,8 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.cluster import failure, ray_train, resize
 from eagleray.cluster.session import session
 from eagleray.cluster.supervisor import RayWorker
-from eagleray.runs import histories
-from eagleray.runs.copy_of_run import Copy
+from eagleray.runs import bucket_files
+from eagleray.runs.bucket_files import RunCopy
 from eagleray.runs.run_store import RunStore, run_store
 from eagleray.storage import store
 
@@ -26,7 +26,7 @@ def fail(out: str, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch)
     try:
         raise error
     except Exception as e:
-        return RayWorker(out, "a", "mocov3").count(failure.report(e))
+        return RayWorker(out, "a", "mocov3", "").count(failure.report(e))
 
 
 def test_an_error_that_came_back_is_kept_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -50,7 +50,7 @@ def test_errors_before_and_after_a_checkpoint_and_of_two_commands_are_not_added_
 ):
     (tmp_path / "checkpoints").mkdir()
     counts = [failure.count(str(tmp_path), "a") for _ in range(2)]
-    monkeypatch.setattr(failure.checkpoint, "manifests", lambda folder: ["step-9", "step-8"])
+    monkeypatch.setattr("eagleray.engine.checkpoint.manifests", lambda folder: ["step-9", "step-8"])
     counts += [failure.count(str(tmp_path), command) for command in "aab"]
     assert counts == [1, 2, 1, 2, 1]
 
@@ -68,10 +68,10 @@ def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: 
     out = "s3://bucket/run"
     failed = {"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}
     run_store(out).put(".failure", json.dumps(failed))
-    store.put_bytes(histories.part_url(out, "train.log", 2, 0), b"begun\n")
+    store.put_bytes(bucket_files.part_url(out, "train.log", 2, 0), b"begun\n")
     with pytest.raises(RuntimeError, match=r"^no$"):
         ray_train.raise_failure(out, "a")
-    Copy(out, tmp_path / "reader").fetch()
+    RunCopy(out, tmp_path / "reader").fetch()
     assert (tmp_path / "reader" / "train.log").read_text() == "begun\nrank 3 failed\n"
 
 
@@ -132,3 +132,17 @@ def test_ray_does_not_wait_for_workers_that_ended_or_died(group: Any, monkeypatc
         callback.after_worker_group_training_start(group)
         ended(None)
         callback.before_controller_execute_resize_decision(None)
+
+
+def test_a_failure_that_ray_keeps_is_that_of_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The trials of a sweep have the id of its command in common."""
+    kept: dict[bytes, bytes] = {}
+    kv = "ray.experimental.internal_kv._internal_kv_"
+    monkeypatch.setattr(kv + "initialized", lambda: True)
+    monkeypatch.setattr(kv + "get", kept.get)
+    monkeypatch.setattr(kv + "put", kept.__setitem__)
+    (tmp_path / "file").touch()
+    first, second = (str(tmp_path / "file" / name) for name in ("000", "001"))  # no folders can be made there
+    failure.fail(first, "sweep", {"why": "AccessDenied"})
+    assert (failure.failure_of(first, "sweep") or {})["why"] == "AccessDenied"
+    assert failure.failure_of(second, "sweep") is None

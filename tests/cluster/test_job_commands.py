@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -172,6 +173,7 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
             "--columns=a.csv: a relative path",
         ),
         (["prepare", "folder", "s3://b/in", "s3://b/out", "--workers", "0"], "--workers 0: expected at least one"),
+        (["tune", "MINE", "out=s3://b/a", "data.train=s3://b/t", "--max-hours", "2"], "a sweep has sweep.hours"),
         (["index", "shards/"], "URL=shards/: a relative path"),
         (["index", "s3://b/shards", "--gpus", "2"], "--gpus 2: only for runs and evaluate"),
         (["finetune", "runs/a", "dino_vits16_in1k_ep100"], "WEIGHTS=runs/a: a relative path"),
@@ -194,7 +196,7 @@ def test_the_commands_own_parser_refuses_its_options(head: FakeHead, eagleray):
     ):
         code, text = eagleray("submit", *words)
         assert code == 2, text
-        assert "Usage: eagleray" in text
+        assert "error: " in text or "Usage: eagleray" in text
     assert head.asked == 0
 
 
@@ -250,11 +252,29 @@ def test_an_environment_without_a_package_is_one_line(tmp_path: Path):
     assert all(name.lower() in [n.lower() for n in names[module]] for name, module in job_start.MODULES.items())
 
 
+KILLED = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text('oom_kill 8\\n'); os.kill(os.getpid(), 9)"
+
+
+def test_what_killed_a_command_is_a_line_and_its_status(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.setattr(job_start, "VMSTAT", count := tmp_path / "vmstat")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    count.write_text("nr_free_pages 1\noom_kill 7\n")
+    try:
+        assert job_start.run([sys.executable, "-c", "raise SystemExit(75)"]) == 75
+        assert job_start.run([sys.executable, "-c", KILLED, str(count)]) == 137
+        assert job_start.run([sys.executable, "-c", KILLED, str(count)]) == 137
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    short = ": this machine has run out of memory, and its kernel has ended processes"
+    assert capfd.readouterr().err.splitlines() == [f"error: killed by SIGKILL{short}", "error: killed by SIGKILL"]
+
+
 CHATTER = """
 import os, sys
 from pathlib import Path
-from eagleray.cluster.session import aside
-with aside(Path(sys.argv[1])):
+from eagleray.cluster.session import divert_stderr
+with divert_stderr(Path(sys.argv[1])):
     os.write(2, b"(raylet) a node has died\\n")
     os.system("echo a child >&2")
     print("ours", file=sys.stderr)

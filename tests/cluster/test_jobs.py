@@ -90,17 +90,23 @@ def test_only_the_package_and_the_recipe_travel(
     ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow:5000")
+    monkeypatch.setenv("EAGLERAY_USER", "ada")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "private.txt").write_text("private")
     (tmp_path / "mine" / "over.yaml").write_text(f"base: {small}\nseed: 7\n")
     monkeypatch.chdir(tmp_path / "mine")
-    ran = eagleray("submit", "over.yaml", *KEYS, "optim.epochs=3", "--gpus", 2, "--address", head.address)
+    ran = eagleray(
+        "submit", "over.yaml", *KEYS, "optim.epochs=3", "--gpus", 2, "--max-hours", 1.5, "--address", head.address
+    )
     assert ran.code == 0, ran.err
     [job] = head.jobs.values()
     sent = {"AWS_ENDPOINT_URL": "http://store:9000", "MLFLOW_TRACKING_URI": "https://mlflow:5000"}
     sent |= {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-    assert job["runtime_env"]["env_vars"] == sent | jobs.STOP
-    assert "entrypoint_num_cpus" not in job, "then it could run on a spot node"
+    assert job["runtime_env"]["env_vars"] == sent | jobs.STOP | {"EAGLERAY_USER": "ada"}
+    assert job["metadata"]["user"] == "ada"
+    assert job["entrypoint"].endswith(" pretrain recipe.yaml --max-hours 1.5")
+    assert "entrypoint_num_cpus" not in job, "the head may have none"
+    assert (job["entrypoint_memory"], job["entrypoint_resources"]) == (jobs.MEMORY, {jobs.HEAD: 0.001})
     [package] = head.packages
     files = zipfile.ZipFile(io.BytesIO(package))
     names = {n for n in files.namelist() if not n.endswith("/")}
@@ -120,7 +126,7 @@ def test_only_the_package_and_the_recipe_travel(
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["optim.btach=32"], "optim.btach: unknown key; did you mean 'batch'?"),
+        (["optim.btach=32"], "optim.btach: unknown key; did you mean 'optim.batch'?"),
         (["out=runs/first"], "out=runs/first: a relative path; expected an s3:// URL"),
         (["out=~/first"], "out=~/first: a relative path"),
         (["out=gcs://bucket/first"], "unknown scheme 'gcs'"),
@@ -267,6 +273,26 @@ def test_a_run_runs_once_and_again_under_a_new_id(head: FakeHead, small: Path, e
     assert not list(head.jobs)[-1].startswith(name)
 
 
+@pytest.mark.parametrize("memory", [jobs.MEMORY // 2, jobs.MEMORY * 5 // 2])
+def test_what_the_cluster_has_is_known_after_nodes_have_died(
+    memory: int, head: FakeHead, small: Path, eagleray: Callable[..., Ran]
+):
+    worker = {"node_id": "a", "node_ip": "1", "node_name": "1", "is_head_node": False, "state": "ALIVE", "labels": {}}
+    worker |= {"state_message": "", "resources_total": {"CPU": 4.0}}
+    head.nodes = [worker, worker | {"is_head_node": True, "resources_total": {"memory": float(memory)}}]
+    keys = [KEYS[0], "workers=2"]
+    said = [eagleray("submit", small, *keys, f"out=s3://b/{n}", "--address", head.address) for n in range(3)]
+    assert "the cluster has 2 node(s) with 4 CPUs and 0 GPUs now; this asks for 2 worker(s)" in said[0].out
+    assert all(job["entrypoint_memory"] == min(jobs.MEMORY, memory) for job in head.jobs.values())
+    waits = [f"which has {memory / 2**30:.1f} GiB for jobs" in ran.out for ran in said]
+    assert waits == [False, memory < jobs.MEMORY, True]
+    head.nodes = []
+    head.knows_nodes = False
+    last = eagleray("submit", small, *keys, "out=s3://b/last", "--address", head.address)
+    assert "the cluster does not say what it has; this asks for 2 worker(s)" in last.out
+    assert "waits" not in last.out
+
+
 def test_whoever_is_faster_runs_it(head: FakeHead, small: Path):
     """Two submit at once: one job, and the other is told."""
     cluster = jobs.Cluster(head.address)
@@ -290,7 +316,8 @@ def test_whoever_is_faster_runs_it(head: FakeHead, small: Path):
         ("SUCCEEDED", 0, 0),
         ("FAILED", 2, 2),
         ("FAILED", 1, 1),
-        ("FAILED", -9, 1),
+        ("FAILED", -9, 137),
+        ("FAILED", 137, 137),
         ("FAILED", None, 1),
         ("STOPPED", None, 1),
     ],
@@ -307,6 +334,7 @@ def test_a_follower_exits_as_the_job(
     assert lines[:3] == ["one", "two [/not a tag]", "last, cut"]
     assert lines[3].startswith(f"run: {status.lower()}")
     assert ("no node" in lines[3]) == (status == "FAILED" and code is None)
+    assert ("killed by SIGKILL" in lines[3]) == (exits == 137)
     assert eagleray("logs", "run", "--address", head.address).out.splitlines() == lines[:3]
 
 
@@ -383,13 +411,83 @@ def test_the_table_of_jobs(head: FakeHead, eagleray: Callable[..., Ran]):
     head.add("run-1")
     head.add("run-2")
     head.add("other", metadata={})
-    head.set("run-1", "FAILED", 2)
+    head.jobs["run-2"]["metadata"] = head.jobs["run-1"]["metadata"] | {"out": "/other"}
+    head.set("run-1", "FAILED", 2, "Job entrypoint command failed, last logs:\nstep 1\nno such file")
     told = json.loads(eagleray("jobs", "--json", "--address", head.address).out)
     assert [j["id"] for j in told] == ["run-1", "run-2"]
     first = {"id": "run-1", "state": "failed", "recipe": "small", "out": "/o", "since": 10**9, "seconds": 5.0}
     assert first.items() <= told[0].items()
     assert told[0]["status"] == 2
     lines = eagleray("jobs", "--address", head.address).out.splitlines()
-    assert lines[0].split() == ["ID", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS"]
-    assert len(lines) == 3
+    assert lines[0].split() == ["ID", "USER", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS"]
+    assert len(lines) == 4
     assert "0:00:05" in lines[1]
+    assert lines[3].startswith("run-1: Job entrypoint command failed, last logs: step 1")
+    head.add("run-3", start_time=10**12 + 9000)
+    assert len(eagleray("jobs", "--address", head.address).out.splitlines()) == 4, "sent again since"
+
+
+def test_a_killed_job_says_by_what(head: FakeHead, eagleray: Callable[..., Ran]):
+    head.add("run")
+    told = "error: killed by SIGKILL: this machine has run out of memory, and its kernel has ended processes"
+    head.set("run", "FAILED", 137, f"Job entrypoint command failed with exit code 137, last logs:\nstep 1\n{told}\n")
+    lines = eagleray("jobs", "--address", head.address).out.splitlines()
+    assert lines[1].endswith("SIGKILL")
+    assert lines[2] == f"run: {told}"
+    assert eagleray("logs", "run", "--follow", "--address", head.address).code == 137
+
+
+def test_a_job_that_the_head_has_no_room_for_waits(head: FakeHead, eagleray: Callable[..., Ran]):
+    head.add("first")
+    head.add("second", "PENDING", message="Job has not started yet.")
+    lines = eagleray("jobs", "--address", head.address).out.splitlines()
+    assert " waiting " in lines[2]
+    assert lines[3] == "second: waiting for 1 GiB of the head's memory; 1 job(s) run there with as much each"
+    head.then = lambda: head.set("second", "SUCCEEDED", 0)
+    said = eagleray("logs", "second", "--follow", "--address", head.address).out.splitlines()
+    assert said == [lines[3].removeprefix("second: "), "second: succeeded"]
+    head.add("second", "PENDING")
+    ran = eagleray("stop", "second", "--address", head.address)
+    assert ran.out == "second: had not started, and ends as soon as it does\n"
+    assert ran.code == 0
+
+
+def test_jobs_are_listed_once_however_many_wait(head: FakeHead, eagleray: Callable[..., Ran]):
+    for name in "abcd":
+        head.add(name, "PENDING", message="Job has not started yet.")
+    text = eagleray("jobs", "--address", head.address).out
+    assert text.count(": waiting for 1 GiB of the head's memory; 0 job(s) run there") == 4
+    assert head.asked == 2, "its version and its jobs"
+
+
+def test_a_head_that_goes_away_is_no_error_of_what_waits(head: FakeHead):
+    head.add("second", "PENDING", message="Job has not started yet.")
+    cluster = jobs.Cluster(head.address)
+    [job] = cluster.jobs()
+    assert cluster.waits(job).startswith("waiting for 1 GiB")
+    head.broken = lambda: (503, "away")
+    assert cluster.waits(job) == ""
+
+
+def test_a_run_is_submitted_though_the_head_goes_away_then(
+    head: FakeHead, small: Path, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+):
+    told = head.reply
+    away = lambda path: path == "/api/jobs/" and bool(head.jobs)  # noqa: E731
+    monkeypatch.setattr(head, "reply", lambda v, p, b: (503, "away") if v == "GET" and away(p) else told(v, p, b))
+    worker = {"node_id": "a", "node_ip": "1", "node_name": "1", "is_head_node": True, "state": "ALIVE", "labels": {}}
+    head.nodes = [worker | {"state_message": "", "resources_total": {"memory": float(jobs.MEMORY)}}]
+    ran = eagleray("submit", small, KEYS[0], "workers=2", "out=s3://b/a", "--address", head.address)
+    assert ran.code == 0, ran.err
+    assert ": submitted, " in ran.out
+
+
+def test_my_own_jobs(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    for name, user in ("mine", "ada"), ("hers", "grace"):
+        head.add(name, metadata={"eagleray": "pretrain", "recipe": "small", "out": "/o", "digest": "d", "user": user})
+    head.add("older", metadata={"eagleray": "pretrain", "recipe": "small", "out": "/o", "digest": "d"})
+    monkeypatch.setenv("EAGLERAY_USER", "ada")
+    told = json.loads(eagleray("jobs", "--mine", "--json", "--address", head.address).out)
+    assert [(j["id"], j["user"]) for j in told] == [("mine", "ada")]
+    lines = eagleray("jobs", "--address", head.address).out.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["mine", "ada"], ["hers", "grace"]]

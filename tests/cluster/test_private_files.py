@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.cluster import private_files
+from eagleray.cluster import session
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
 
 
 def test_a_new_token_is_private(home: Path) -> None:
-    private_files.protect_token()
+    session.protect_token()
     token = home / ".ray" / "auth_token"
     assert (mode(token), mode(token.parent), len(token.read_text())) == (0o600, 0o700, 64)
 
@@ -33,27 +33,27 @@ def test_a_token_of_rays_own_is_closed_and_stays_the_same(home: Path) -> None:
     token.parent.mkdir(mode=0o755)
     token.write_text("0123")
     token.chmod(0o644)
-    private_files.protect_token()
+    session.protect_token()
     assert (mode(token), mode(token.parent), token.read_text()) == (0o600, 0o700, "0123")
 
 
 def test_a_token_from_elsewhere_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/elsewhere")
-    private_files.protect_token()
+    session.protect_token()
     assert not (home / ".ray").exists()
 
 
 def test_sessions_have_a_folder_of_this_user(home: Path) -> None:
-    folder = private_files.session_dir()
+    folder = session.session_dir()
     folder.parent.chmod(0o755)
-    assert private_files.session_dir() == folder == home / f"ray-{os.getuid()}" / "ray"
+    assert session.session_dir() == folder == home / f"ray-{os.getuid()}" / "ray"
     assert mode(folder.parent) == 0o700
 
 
 def test_a_folder_that_somebody_else_has_put_there_is_not_used(home: Path) -> None:
     (home / "theirs").mkdir()
     (home / f"ray-{os.getuid()}").symlink_to(home / "theirs")
-    folder = private_files.session_dir().parent
+    folder = session.session_dir().parent
     assert folder.parent == home
     assert not folder.is_symlink()
     assert mode(folder) == 0o700

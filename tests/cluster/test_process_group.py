@@ -30,7 +30,7 @@ def test_workers_bind_gloo_and_learn_where_their_ranks_meet(monkeypatch: pytest.
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setattr(process_group, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(process_group, "_set_torch_distributed_env_vars", lambda: os.environ.update(RANK="0"))
+    monkeypatch.setattr("ray.train.torch.config._set_torch_distributed_env_vars", lambda: os.environ.update(RANK="0"))
     workers = Workers()
     settings = pickle.loads(pickle.dumps(process_group.Ranks()))  # Ray sends them to its controller
     backend = settings.backend_cls()

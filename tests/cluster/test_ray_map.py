@@ -35,13 +35,13 @@ def test_a_cluster_without_a_gpu_is_asked_for_some(monkeypatch: pytest.MonkeyPat
     ray, asked = ray_of({"CPU": 4.0}), []
 
     @contextmanager
-    def reserved(ray: Any, number: int, each: dict[str, float], say: Any) -> Any:
+    def reserve_workers(ray: Any, number: int, each: dict[str, float], say: Any) -> Any:
         asked.append((number, each))
         ray.up.append({"Alive": True, "Resources": {"CPU": 96.0, "GPU": 8.0}})
         yield
 
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(mapping, "reserved", reserved)
+    monkeypatch.setattr(mapping, "reserve_workers", reserve_workers)
     assert gpu_share(ray, 8, print) == {"num_gpus": 1, "num_cpus": 12}
     assert asked == [(8, {"CPU": 1.0, "GPU": 1.0})]
 

@@ -1,6 +1,6 @@
 """Shards of others are indexed on the cluster where there is one, and maps follow its size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ import pytest
 from helpers.bucket import CountingBucket
 from helpers.pictures import write_shards
 
+from eagleray.cluster import ray_map
 from eagleray.cluster import ray_map as mapping
-from eagleray.cluster import scan_shards
 from eagleray.data.index import open_index, scan_here, write_index
 from eagleray.storage import store
 
@@ -21,19 +21,20 @@ def test_tars_in_a_bucket_are_read_by_the_cluster_and_others_here(
 ) -> None:
     read: list[str] = []
 
-    def elsewhere(function: Callable[[Any], Any], blobs: list[Any]) -> Iterator[Any]:
+    def elsewhere(function: Callable[[Any], Any], given: Iterable[Any]) -> Iterator[Any]:
+        blobs = list(given)
         read.extend(b.url for b in blobs)
         return map(function, reversed(blobs))  # in the order in which tasks finish
 
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(scan_shards, "ray_map", elsewhere)
+    monkeypatch.setattr(ray_map, "ray_map", elsewhere)
     write_shards(tmp_path / "data", 20, 2)
     write_shards(tmp_path / "near", 20, 2)
-    assert scan_shards.scanner() is scan_here
+    assert ray_map.scanner() is scan_here
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     sources = ["s3://data", str(tmp_path / "near")]
-    [one, two] = write_index(sources, scan_all=scan_shards.scanner())
+    [one, two] = write_index(sources, scan_all=ray_map.scanner())
     assert {one[1:], two[1:]} == {(20, 0)}
     assert read == ["s3://data/x-000.tar", "s3://data/x-001.tar"]
     assert len(open_index(sources, note=lambda _: None)) == 40

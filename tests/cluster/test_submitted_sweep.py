@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from helpers.mlflow_server import running as mlflow_running
 from helpers.ray_head import Head, running
@@ -73,6 +74,8 @@ def test_a_sweep_that_is_sent_goes_on_after_its_driver_is_killed_twice(
     for times in (1, 2):
         reached = steps()
         wait_until(lambda: steps() >= reached + 45)  # noqa: B023
+        maps = psutil.Process(driver()).memory_maps()
+        assert not [m.path for m in maps if "libtorch" in m.path], "each sweep would cost the head PyTorch"
         os.kill(driver(), signal.SIGKILL)
         wait_until(lambda: head.jobs()[-1]["state"] == "failed")
         before = {r["id"]: r for r in rows()}

@@ -12,7 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.curriculum import Phase, phases
 from eagleray.config.view import View
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import check_method
+from eagleray.runs.checks import check_method
 from eagleray.runs.recipe import Recipe
 
 VIEWS = (View(size=224, blur=0.5), View(size=96, count=8, scale=(0.05, 0.3)))

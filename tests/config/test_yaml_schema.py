@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagleray import config
-from eagleray.config.yaml_schema import plain
-from eagleray.config.yaml_text import dump, dump_line, parse, parse_written
+from eagleray.config.yaml_text import dump, dump_line, parse, parse_written, plain
 
 CASES = ["lower", "capitalize", "upper"]
 LOOKALIKES = ["010", "0o10", "0x1F", "1e-3", "1.10", ".5", "-.inf", ".nan", "off", "no", "yes", "true", "null", "~", ""]

@@ -139,7 +139,7 @@ def test_ranks_write_what_one_process_writes(
     about = sample_table.read_about(features)
     assert about
     task = Task(SampleTable(features, about), table, str(shards), gpus=False)
-    shown = on_ranks(2, work, tmp_path, task)
+    shown = on_ranks(2, work, tmp_path, task, start="fork")
     pandas.testing.assert_frame_equal(columns(table.folder), alone, atol=1e-5)
     for phases in shown:
         assert set(phases) == {"k-means", "sorting by cluster", "near copies"}

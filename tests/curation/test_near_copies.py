@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eagleray.curation import near_copies as module
-from eagleray.curation.hashes import signs
-from eagleray.curation.near_copies import Likeness, near_copies
+from eagleray.curation.near_copies import Likeness, near_copies, signs
 
 
 def vectors(count: int, seed: int = 0, dim: int = 6) -> Tensor:

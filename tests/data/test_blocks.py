@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from eagleray.config.view import View
 from eagleray.data import blocks as fetching
 from eagleray.data import index_file
-from eagleray.data.blocks import Block, Fetcher, Pool, byte_range
+from eagleray.data.blocks import Block, Fetcher, Pool
 from eagleray.data.decode import BadImage
 from eagleray.data.index import Index, open_index
+from eagleray.data.kinds import byte_range
 from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.store import LocalStore

@@ -249,7 +249,7 @@ def test_the_shortest_form_of_a_recipe(data: Path):
         read = config.check(Data, {"train": given}, "data")
         assert config.to_plain(read)["train"] == short
         assert config.check(Data, config.to_plain(read), "data") == read
-    with pytest.raises(UserError, match="unknown key; did you mean 'where'"):
+    with pytest.raises(UserError, match=r"unknown key; did you mean 'train\.0\.where'"):
         config.check(Data, {"train": {"url": "a", "were": "b"}}, "data")
 
 

@@ -20,9 +20,10 @@ from eagleray.data.pixels import image_extensions, read_pixels
 
 @pytest.fixture
 def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow's decoders fail the test."""
+    """All decoders fail the test."""
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
-    monkeypatch.setattr("eagleray.data.decode.decode_jpeg", lambda *args, **options: pytest.fail("decoded"))
+    for decoder in ("decode_jpeg", "simplejpeg.decode_jpeg"):
+        monkeypatch.setattr(f"eagleray.data.decode.{decoder}", lambda *args, **options: pytest.fail("decoded"))
 
 
 def refused(data: bytes) -> str:

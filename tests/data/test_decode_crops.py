@@ -16,11 +16,12 @@ from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data import decode_crops as decoding
 from eagleray.data.decode import ORIENTATION, BadImage, orientation
-from eagleray.data.decode_crops import decode_crops, factor, reduced
+from eagleray.data.decode_crops import decode_boxes, factor, reduced
 from eagleray.data.index import open_index, write_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
 from eagleray.views import sampling
+from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=48, scale=(0.25, 1.0), count=2), View(size=20, scale=(0.05, 0.25), count=3)])
@@ -30,7 +31,8 @@ NEAR, FAR = 4, 10  # levels of 255 by which views differ whose boxes are rounded
 
 def crops(data: bytes, *, scaled: bool, sample: int = 0, views: Views = VIEWS) -> list[Tensor]:
     out = [torch.zeros(3, v.size, v.size, dtype=torch.uint8) for v in views.views]
-    decode_crops(data, views, sampling.uniforms(len(out), seed=0, epoch=0, sample=sample), out, scaled=scaled)
+    image, boxes = decode_boxes(data, views, sampling.uniforms(len(out), seed=0, epoch=0, sample=sample), scaled=scaled)
+    crop(image, boxes, views.views, out)
     return out
 
 

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from eagleray.base.errors import UserError
 from eagleray.data import index as indexing
-from eagleray.data import index_file
+from eagleray.data import index_file, kinds
 from eagleray.data import tar_scan as scanning
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index, open_index, write_index
@@ -137,7 +137,7 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[str] = []
         self.scans: list[str] = []
-        honest_read, honest_scan = LocalStore.read, indexing.scan
+        honest_read, honest_scan = LocalStore.read, kinds.scan
 
         def read(store: LocalStore, url: str, start: int, length: int, **more: Any) -> memoryview:
             self.reads.append(url)
@@ -148,7 +148,7 @@ class Spy:
             return honest_scan(blob, passed)
 
         monkeypatch.setattr(LocalStore, "read", read)
-        monkeypatch.setattr(indexing, "scan", scan)
+        monkeypatch.setattr(kinds, "scan", scan)
 
 
 @pytest.fixture

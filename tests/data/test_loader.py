@@ -2,37 +2,43 @@
 
 import ctypes
 import dataclasses
+import logging
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from helpers import forked
 from helpers.pictures import sample, spoiled, write_shards, write_tar
 from helpers.processes import wait_for
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from eagleray.base import files
+from eagleray.base import files, fork_server
 from eagleray.base.errors import Outage, UserError
 from eagleray.config.view import View
-from eagleray.data import index_file, loader_watch, reader
+from eagleray.data import index_file, loader_processes, reader
 from eagleray.data.batch import Batch
 from eagleray.data.index import open_index
-from eagleray.data.loader import Loader, of_process, rows
+from eagleray.data.loader import Loader, rows
+from eagleray.data.loader_processes import of_process
 from eagleray.data.quarantine import BadSample
-from eagleray.data.reader import Stream
+from eagleray.data.reader import StepPart, Stream
 from eagleray.storage.store import LocalStore
 from eagleray.views import colours, photometric
 from eagleray.views.sampling import Views
@@ -148,12 +154,12 @@ def test_waiting_is_what_the_readers_let_the_loader_wait_and_nothing_else(
 
 
 def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*given: Any, **options: Any) -> None:
+    def slow(*given: Any, **options: Any) -> Any:
         time.sleep(0.05)
-        honest(*given, **options)
+        return honest(*given, **options)
 
-    honest = reader.decode_crops
-    monkeypatch.setattr(reader, "decode_crops", slow)
+    honest = reader.decode_boxes
+    monkeypatch.setattr(reader, "decode_boxes", slow)
     loader = Loader(stream(folder), rank=0, ranks=1, workers=0, device=CPU)
     next(loader.batches(0))
     assert loader.waited >= 0.05 * BATCH
@@ -162,8 +168,8 @@ def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_loader_process_that_stands_still_is_named_and_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loader_watch, "NAMED", 1.0)
-    monkeypatch.setattr(loader_watch, "STOPPED", 2.0)
+    monkeypatch.setattr(loader_processes, "NAMED", 1.0)
+    monkeypatch.setattr(loader_processes, "STOPPED", 2.0)
     monkeypatch.setattr("eagleray.data.loader.LAST", 0.5)
     before = set(multiprocessing.active_children())
     batches = Loader(stream(folder), rank=0, ranks=1, workers=2, device=CPU).batches(0)
@@ -178,10 +184,18 @@ def test_a_loader_process_that_stands_still_is_named_and_ended(
     wait_for(lambda: not stopped.is_alive())  # whose end another thread may hear of a moment earlier
 
 
+class Endless(Stream):
+    """Reads for long."""
+
+    def parts(self, *_: Any, **__: Any) -> Iterator[Any]:
+        time.sleep(600)
+        yield
+
+
 def test_loader_processes_end_with_a_process_that_is_killed(folder: Path) -> None:
-    """They are about to read for long, and hold memory of its GPU."""
+    """They are reading, and are no children of it."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    parent = multiprocessing.get_context("fork").Process(target=read_for_ever, args=(folder, sender))
+    parent = fork_server.CONTEXT.Process(target=read_for_ever, args=(folder, sender))
     parent.start()
     pids = receiver.recv()
     assert all(map(psutil.pid_exists, pids))
@@ -192,10 +206,13 @@ def test_loader_processes_end_with_a_process_that_is_killed(folder: Path) -> Non
 
 def read_for_ever(folder: Path, sender: Any) -> None:
     """Send the numbers of the processes of a loader that never ends."""
-    reader.decode_crops = lambda *_, **__: time.sleep(600)
-    before = set(multiprocessing.active_children())
-    threading.Timer(1.0, lambda: sender.send([p.pid for p in set(multiprocessing.active_children()) - before])).start()
-    list(Loader(stream(folder), rank=0, ranks=1, workers=2, device=CPU).batches(0))
+    vars(forkserver._forkserver)["ensure_running"] = int  # type: ignore[attr-defined]  # it runs
+    endless = Endless(open_index(str(folder), note=lambda _: None), VIEWS, 7, LANES, BATCH)
+    batches = Loader(endless, rank=0, ranks=1, workers=2, device=CPU).batches(0)
+    threading.Thread(target=next, args=(batches,), daemon=True).start()
+    wait_for(lambda: len(multiprocessing.active_children()) == 2)
+    sender.send([p.pid for p in multiprocessing.active_children()])
+    time.sleep(600)
 
 
 def alive(pid: int) -> bool:
@@ -203,6 +220,72 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+SCRIPT = """
+import os, sys
+import eagleray
+
+os.environ["EAGLERAY_SAID_LATER"] = "here"
+print("begins")
+views = [{"size": 8, "operations": ["environment"]}]
+loader = eagleray.loader(sys.argv[1], views=views, batch=12, workers=2, plugins=["told.py"])
+print(next(iter(loader)).views[0].shape)
+"""
+TOLD = """
+import logging, os
+from eagleray import register
+
+@register.view("environment")
+def environment(crop, seed):
+    logging.getLogger("told").warning("reads in %s, %s", os.environ["EAGLERAY_SAID_LATER"], os.getcwd())
+    return crop
+"""
+
+
+def test_loader_processes_have_plugins_and_environment_and_log_in_the_users_script(
+    shards: Path, tmp_path: Path
+) -> None:
+    """They do not run the script again, though it is not guarded."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "told.py").write_text(TOLD)
+    command = [sys.executable, "script.py", str(shards / "train")]
+    done = forked.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("begins") == 1
+    assert set(done.stderr.splitlines()) == {f"reads in here, {tmp_path}"}
+
+
+def test_what_loader_processes_log_is_logged_here(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    s = Telling(open_index(str(folder), note=lambda _: None), VIEWS, 7, LANES, BATCH)
+    list(Loader(s, rank=0, ranks=1, workers=2, device=CPU).batches(0, 2))
+    wait_for(lambda: sorted(r.getMessage() for r in caplog.records) == ["reader 0", "reader 1"])
+
+
+class Telling(Stream):
+    """Says who reads."""
+
+    def parts(self, *given: Any, **options: Any) -> Iterator[StepPart]:
+        info = get_worker_info()
+        assert info
+        logging.getLogger("eagleray").warning("reader %d", info.id)
+        return super().parts(*given, **options)
+
+
+def test_arrays_are_not_copied_to_each_loader_process() -> None:
+    weights = np.ones(2**22, np.float32)
+    with loader_processes.loaded(Weighed(weights), 2) as (items, _):
+        assert [tuple(item) for item in items] == [(len(weights), False)] * 2
+
+
+class Weighed(IterableDataset[tuple[int, bool]]):
+    """Yields the length of its weights, and whether this process owns them."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+    def __iter__(self) -> Iterator[tuple[int, bool]]:
+        yield int(self.weights.sum()), bool(self.weights.flags.owndata)
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(6, 4), (7, 2), (8, 3), (64, 5), (4, 9)])
@@ -214,6 +297,7 @@ def test_rows_are_what_every_rank_owns(lanes: int, ranks: int) -> None:
     assert max(counts) - min(counts) <= (3 if ranks <= lanes else 1)
 
 
+@pytest.mark.usefixtures("copied_loaders")
 def test_readers_that_share_lanes_fetch_each_byte_once_and_not_far_ahead(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,21 +326,22 @@ def test_readers_that_share_lanes_fetch_each_byte_once_and_not_far_ahead(
     assert reads() == alone
 
 
+@pytest.mark.usefixtures("copied_loaders")
 def test_readers_that_are_slower_than_the_one_that_fetches_get_all_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last blocks of a run: who fetched them has nothing more to do, but their memory is handed over by it."""
-    honest = reader.decode_crops
+    honest = reader.decode_boxes
 
-    def slow(*given: Any, **options: Any) -> None:
+    def slow(*given: Any, **options: Any) -> Any:
         info = get_worker_info()
         if info and info.id:
             time.sleep(0.1)
-        honest(*given, **options)
+        return honest(*given, **options)
 
     s = dataclasses.replace(stream(folder, lanes=1, batch=4), views=Views.of([View(size=8)]))
     want = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=0, device=CPU).batches(0, 22)]
-    monkeypatch.setattr(reader, "decode_crops", slow)
+    monkeypatch.setattr(reader, "decode_boxes", slow)
     for _ in range(3):
         got = [batch.index for batch, _ in Loader(s, rank=0, ranks=1, workers=4, device=CPU).batches(0, 22)]
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -291,6 +376,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "kind", "line"), ERRORS)
+@pytest.mark.usefixtures("copied_loaders")
 def test_any_error_of_a_loader_process_is_one_line(
     error: Exception, kind: type[Exception], line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +407,7 @@ def test_a_bus_error_is_said_as_too_little_shared_memory() -> None:
 
 def test_a_small_folder_of_shared_memory_is_named(folder: Path) -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=load_in_64_kib, args=(folder, sender))
+    process = fork_server.CONTEXT.Process(target=load_in_64_kib, args=(folder, sender))
     process.start()
     sender.close()
     try:

@@ -9,7 +9,7 @@ from helpers.pictures import jpeg
 from eagleray.base.errors import UserError
 from eagleray.data.columns import files_of
 from eagleray.data.index import list_data, open_index, write_index
-from eagleray.datasets import card
+from eagleray.datasets.describe import describe
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.storage import store
 
@@ -32,7 +32,7 @@ def test_a_folder_of_images_may_have_any_name(tmp_path: Path, name: str) -> None
     index = open_index([folder], spare, note=lambda _: None)
     assert (len(index), index.labelled) == (8, True)
     assert len(bytes(index.read(0, 8))) == index.size.sum()
-    assert card.describe(folder, spare)[0]["images"] == 8
+    assert describe(folder, spare)[0]["images"] == 8
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +45,7 @@ def test_shards_are_read_where_they_were_written(tmp_path: Path, name: str) -> N
         assert [b.url.rpartition("/")[2] for b in list_data(url).blobs] == there
     assert write_index(folder) == [(f"{folder}/index.parquet", 6, 0)]
     assert len(open_index(f"{folder}/{there[0]}", note=lambda _: None)) < 6
-    assert card.describe(folder, tmp_path)[0]["images"] == 6
+    assert describe(folder, tmp_path)[0]["images"] == 6
 
 
 def test_a_folder_of_images_may_have_one_called_like_a_shard_in_it(tmp_path: Path) -> None:

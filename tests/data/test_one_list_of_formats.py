@@ -13,7 +13,8 @@ from PIL import Image
 import eagleray
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
-from eagleray.data.image_folder import list_images
+from eagleray.data.image_folder import list_images, said
+from eagleray.data.image_list import image_list
 from eagleray.data.index import Index, open_index
 from eagleray.data.labels import check_labels
 from eagleray.data.pixels import FORMATS, image_extensions
@@ -187,9 +188,9 @@ def test_a_folder_of_a_camera_and_an_editor_has_its_photographs(tmp_path: Path) 
             (tmp_path / name / f"{i}.jpg").write_bytes(jpeg(i))
     for name in ("a/MOV1.MPG", "a/layers.psd", "b/favicon.ico", "b/x.ps", "b/deep.h5"):
         (tmp_path / name).write_text("no image")
-    listing = list_images(str(tmp_path))
-    assert len(listing.sizes) == 12
-    assert listing.unread() == "1 .h5, 1 .ico, 1 .mpg, 1 .ps, 1 .psd"
+    with image_list(str(tmp_path), pytest.fail) as images:
+        list_images(str(tmp_path), images)
+        assert (images.count, said(images.others)) == (12, "1 .h5, 1 .ico, 1 .mpg, 1 .ps, 1 .psd")
     index = opened(tmp_path)
     assert (len(index), index.bad, sorted(set(index.label.tolist()))) == (12, [], [0, 1])
     card = eagleray.prepare("folder", tmp_path, tmp_path.parent / "out", workers=0)

@@ -315,9 +315,9 @@ def test_broken_samples_of_a_block_are_decoded_once_and_their_stand_in_is_fetche
     """Of 10,000 small files that are no images, each would be decoded 10,000 times."""
     monkeypatch.setattr(index_file, "BLOCK", 2**16)
     write_tar(tmp_path / "x.tar", [m for k in range(66) for m in sample(k, *([spoiled(k)] if 2 <= k < 64 else []))])
-    s, decoded, decode = stream(tmp_path, lanes=1, batch=6), Counter[bytes](), reader.decode_crops
+    s, decoded, decode = stream(tmp_path, lanes=1, batch=6), Counter[bytes](), reader.decode_boxes
     monkeypatch.setattr(
-        reader, "decode_crops", lambda data, *a, **k: decoded.update([bytes(data)]) or decode(data, *a, **k)
+        reader, "decode_boxes", lambda data, *a, **k: decoded.update([bytes(data)]) or decode(data, *a, **k)
     )
     reads.clear()
     parts = read(s, readers=1, start=0, steps=11)

@@ -20,6 +20,7 @@ from eagleray.data.index import open_index, write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.index_file import NAME
 from eagleray.datasets import card, shards
+from eagleray.datasets.describe import describe
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 
@@ -278,7 +279,7 @@ def test_a_first_use_and_data_stats_say_what_is_passed_over(tmp_path: Path) -> N
     open_index(str(tmp_path), note=notes.append)
     line = f"not read  2 symbolic links, {SUM}"
     assert notes[1:] == [line]
-    assert line in list(card.lines(card.describe(str(tmp_path), tmp_path)[0]))
+    assert line in list(card.lines(describe(str(tmp_path), tmp_path)[0]))
 
 
 def test_data_stats_say_so_beside_a_card_too(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_data_stats_say_so_beside_a_card_too(tmp_path: Path) -> None:
     path = folder / "shard-000000.tar"
     path.write_bytes(path.read_bytes() + b"junk")
     write_index(str(folder))
-    said = "\n".join(card.lines(card.describe(str(folder), tmp_path)[0]))
+    said = "\n".join(card.lines(describe(str(folder), tmp_path)[0]))
     assert "source   folder" in said
     assert "damaged after 4 samples" in said
 
@@ -329,9 +330,12 @@ def test_a_folder_without_shards_says_what_is_there(
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     for name in ("a.tar.gz", "b.tar.gz", "._a.tar", "notes.txt", "README"):
         write_tar(tmp_path / "x" / name, sample(1))
+    (tmp_path / "x" / "a").mkdir()
+    (tmp_path / "x" / "a" / "b.gif.txt").touch()
     with pytest.raises(UserError) as caught:
         open_index("s3://x" if remote else str(tmp_path / "x"))
-    hint = "" if remote else "; `eagleray prepare` makes them from images"
+    hint = ", 1 .txt in subfolders; expected .tar or .parquet shards in it, "
+    hint += "or images such as .jpg and .png in it or below it"
     assert str(caught.value).endswith(
         "no .tar shards there, but 2 .tar.gz (compressed; shards are plain .tar files), 1 .txt, 1 hidden .tar, "
         f"1 without extension{hint}"

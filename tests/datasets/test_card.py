@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import refused
 from helpers.layouts import fill, run_prepare
 from helpers.pictures import encode, jpeg, picture, spoiled, write_shards
 from PIL import Image
@@ -14,6 +15,7 @@ from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.data.pixels import read_pixels
 from eagleray.datasets import card, contact_sheet
+from eagleray.datasets.describe import describe
 from eagleray.datasets.stats import ASPECTS, EXAMPLES, OTHER, REASONS, SIDES, ImageStats, fit_within, image_format
 
 
@@ -75,7 +77,7 @@ def test_fitted_keeps_the_shape_and_a_pixel():
 def test_stats_of_a_prepared_set(tmp_path: Path):
     fill(tmp_path / "in", [f"{c}/{i}.jpg" for c in "ab" for i in range(5)])
     done = run_prepare("folder", tmp_path / "in", tmp_path / "out")
-    found, images = card.describe(str(tmp_path / "out"), tmp_path)
+    found, images = describe(str(tmp_path / "out"), tmp_path)
     assert found == done
     assert len(images) == 10
     text = "\n".join(card.lines(found))
@@ -87,7 +89,7 @@ def test_stats_of_a_prepared_set(tmp_path: Path):
 
 def test_stats_without_a_card_tell_what_the_index_and_a_sample_tell(tmp_path: Path):
     write_shards(tmp_path / "in", 40, 3, broken=[7, 9])
-    found, images = card.describe(str(tmp_path / "in"), tmp_path)
+    found, images = describe(str(tmp_path / "in"), tmp_path)
     assert (found["images"], found["classes"], found["shards"], found["sampled"]) == (40, 10, 3, 38)
     assert sum(d["count"] for d in found["dropped"].values()) == 2
     lines = list(card.lines(found))
@@ -96,17 +98,17 @@ def test_stats_without_a_card_tell_what_the_index_and_a_sample_tell(tmp_path: Pa
     assert (
         f"sides    shorter side {low:.4g} to {high:.4g} (5th to 95th percentile), median {middle:.4g} pixels" in lines
     )
-    _, again = card.describe(str(tmp_path / "in" / "x-*.tar"), tmp_path)
+    _, again = describe(str(tmp_path / "in" / "x-*.tar"), tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(images, again, strict=True))
 
 
 def test_where_nothing_can_be_shown_one_line_says_so(tmp_path: Path):
     write_shards(tmp_path / "in", 3, 1, broken=[0, 1, 2])
     with pytest.raises(UserError, match="none of 3 images can be decoded"):
-        card.describe(str(tmp_path / "in"), tmp_path)
+        describe(str(tmp_path / "in"), tmp_path)
     (tmp_path / "in" / card.NAME).write_text("{}")
     with pytest.raises(UserError, match=r"dataset.json: not a dataset.json written by eagleray"):
-        card.describe(str(tmp_path / "in"), tmp_path)
+        describe(str(tmp_path / "in"), tmp_path)
 
 
 def test_pictures(tmp_path: Path):
@@ -130,9 +132,28 @@ def test_the_command_prints_and_draws(tmp_path: Path):
     words = ["prepare", "folder", str(tmp_path / "in"), str(tmp_path / "out"), "--workers", "0"]
     done = CliRunner().invoke(main.app, words)
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(main.app, ["data", "stats", str(tmp_path / "out"), "--out", str(tmp_path / "pictures")])
+    words = ["data", "stats", str(tmp_path / "out"), "--out", str(tmp_path / "pictures")]
+    done = CliRunner().invoke(main.app, words)
     assert done.exit_code == 0, done.output
     assert {p.name for p in (tmp_path / "pictures").iterdir()} == {"contact.png", "sizes.png"}
+    assert done.output.startswith(f"pictures come into {tmp_path / 'pictures'}; ")
+    assert CliRunner().invoke(main.app, words).exit_code == 0, "the same set is drawn again"
+
+
+def test_pictures_of_another_set_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/photos", "b/photos"):
+        fill(tmp_path / name, [f"{i}.jpg" for i in range(3)])
+        assert CliRunner().invoke(main.app, ["data", "stats", name]).exit_code == 0
+    assert len(places := list((tmp_path / "stats").iterdir())) == 2
+    assert all(place.name.startswith("photos-") for place in places)
+    assert CliRunner().invoke(main.app, ["data", "stats", "a/photos", "--out", "mine"]).exit_code == 0
+    before = (tmp_path / "mine" / "contact.png").read_bytes()
+    line = refused(capsys, "data", "stats", "b/photos", "--out", "mine")
+    assert f"--out mine: holds pictures of {tmp_path / 'a/photos'}; give another --out" in line
+    assert (tmp_path / "mine" / "contact.png").read_bytes() == before
 
 
 def test_spoiled_images_are_no_census():

@@ -19,7 +19,7 @@ from eagleray.cli.catalogue import catalogue
 from eagleray.datasets import sets, sources
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sets import OTHERS, SHIPPED
-from eagleray.datasets.sources.imagenet_subsets import CLASSES
+from eagleray.datasets.sources.imagenet import CLASSES
 from eagleray.datasets.sources.source import SourceFiles
 
 SETS = drloc_sets.SETS | suite_sets.SETS

@@ -16,6 +16,7 @@ from helpers.mutations import change_bytes
 from helpers.pictures import jpeg
 from helpers.sources import find_source, source_error
 
+from eagleray.data import parquet_file
 from eagleray.datasets.sources import parquet
 from eagleray.datasets.sources.item import table
 from eagleray.datasets.sources.source import fetch
@@ -97,7 +98,7 @@ def test_a_footer_that_lies_about_a_page_is_not_believed(tmp_path: Path, monkeyp
     told = varint(2 * column.total_uncompressed_size)
     assert data.count(told)
     path.write_bytes(data.replace(told, varint(2 * 2**10)[:1] + b"\x80" * (len(told) - 2) + b"\x00"))
-    monkeypatch.setattr(parquet, "FREE", 2**19)
+    monkeypatch.setattr(parquet_file, "FREE", 2**19)
     [first, _] = find_source("parquet", path).listing().items
     assert "bytes and takes 10" in (first.reason or "")
 

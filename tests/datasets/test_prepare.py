@@ -33,8 +33,7 @@ from eagleray.datasets.assignment import ShardAssignment, cut_evenly
 from eagleray.datasets.pack import NOTES
 from eagleray.datasets.prepare import prepare
 from eagleray.datasets.sources.item import Item, Listing, table
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.store import LocalStore
 
 MIB = 2**20

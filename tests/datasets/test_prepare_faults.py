@@ -24,7 +24,7 @@ from eagleray.datasets import pack
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.pack import NOTES
 from eagleray.datasets.prepare import prepare
-from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import PrepareOptions
 from eagleray.storage import store
 from eagleray.storage.store import LocalStore
 

@@ -3,6 +3,8 @@
 import copy
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,20 +56,72 @@ def test_the_patch_for_efa_fits_the_cluster():
     [patch] = kustomization["patches"]
     assert patch["target"] == {"kind": cluster["kind"], "name": cluster["metadata"]["name"]}
     assert all((DEPLOY / "kuberay" / name).exists() for name in kustomization["resources"])
-    for operation in load(f"kuberay/{patch['path']}"):
-        assert operation["op"] == "add"
-        *way, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
-        place: Any = cluster
-        for part in way:
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        if isinstance(place, list):
-            assert last == "-"
-            place.append(operation["value"])
-        else:
-            place[last] = operation["value"]
+    apply(patch["path"], cluster)
     assert kuberay(cluster) == []
     [container] = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["vpc.amazonaws.com/efa"] == "1"
+
+
+def apply(name: str, whole: Any) -> None:
+    """Apply a JSON patch, as kubectl does: what is replaced or removed is there."""
+    for operation in load(f"kuberay/{name}"):
+        *way, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+        place: Any = whole
+        for part in way:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        if operation["op"] != "add":
+            del place[last]
+        if operation["op"] != "remove":
+            place.insert(len(place), operation["value"]) if last == "-" else place.update({last: operation["value"]})
+
+
+def test_kueue_admits_a_job():
+    """Its documentation asks for a queue, and for a cluster that goes with the job and does not scale."""
+    job = load("kuberay/rayjob.yaml")
+    apply("kueue.yaml", job)
+    assert kuberay(job) == ["does not scale"]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "REPLACE_QUEUE"}
+    assert job["spec"]["suspend"]
+    assert job["spec"]["shutdownAfterJobFinishes"]
+    assert not job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    [container] = group["template"]["spec"]["containers"]
+    [workers] = re.findall(r"workers=(\d+)", job["spec"]["entrypoint"])
+    assert group["replicas"] * int(container["resources"]["requests"]["nvidia.com/gpu"]) == int(workers)
+
+
+def commands_of_kubectl() -> list[str]:
+    """Those of the page on clusters, which kubectl can run without a cluster."""
+    text = (ROOT / "docs/cluster.md").read_text().replace("\\\n", " ")
+    return re.findall(r"^(kubectl (?:create secret|patch --local) .*?)(?: \|)?$", text, re.M)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_makes_of_the_files_what_we_say(tmp_path: Path):
+    def kubectl(command: str) -> list[Any]:
+        done = subprocess.run(["bash", "-ec", command], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return list(yaml.safe_load_all(done.stdout))
+
+    env = {**os.environ, "HOME": str(tmp_path)}
+    (tmp_path / ".docker").mkdir()
+    (tmp_path / ".docker/config.json").write_text("{}")
+    (tmp_path / ".eagleray.env").write_text("AWS_DEFAULT_REGION=here\nMLFLOW_ADMIN_PASSWORD=no\nPOSTGRES_PASSWORD=no\n")
+    *secrets, patch = commands_of_kubectl()
+    made = [kubectl(f"{command} --dry-run=client -o yaml")[0] for command in secrets]
+    keys = {one["metadata"]["name"]: set(one["data"]) for one in made}
+    assert keys == {
+        "eagleray-env": {"AWS_DEFAULT_REGION"},
+        "eagleray-redis": {"password"},
+        "eagleray-registry": {".dockerconfigjson"},
+    }
+    job, cluster = load("kuberay/rayjob.yaml"), load("kuberay/raycluster.yaml")
+    assert {name for _, each in leaves(job, "imagePullSecrets") for name in each.values()} <= keys.keys()
+    apply("kueue.yaml", job)
+    assert kubectl(patch) == [job]
+    apply("efa.yaml", cluster)
+    assert [one for one in kubectl("kubectl kustomize deploy/kuberay") if one["kind"] == "RayCluster"] == [cluster]
 
 
 def test_the_store_of_a_heads_state_is_valid():
@@ -211,6 +265,8 @@ HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] =
     (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "networkInterfaces", 0, "accessConfigs", value=[{}]), "internet"),
     (ray_up, "gcp.yaml", set_in(*GPU, "node_config", "serviceAccounts"), "may do too much"),
     (ray_up, "gcp.yaml", set_in("head_node_type", value="nobody"), "Ray refuses it"),
+    (ray_up, "gcp.yaml", set_in("head_setup_commands"), "merges in: pip install google"),
+    (ray_up, "aws.yaml", set_in("setup_commands"), "merges in: which ray || pip"),
     (ray_up, "aws.yaml", set_in("docker", "run_options", value=[]), "RDMA"),
     (ray_up, "aws.yaml", set_in(*GPU, "node_config", "InstanceTyp", value="m7i.xlarge"), "InstanceTyp"),
     (
@@ -231,6 +287,7 @@ HARM: list[tuple[Callable[[Any], list[str]], str, Callable[[Any], None], str]] =
     (kuberay, "kuberay/raycluster.yaml", set_in(*BOX, "volumeMount", value=[]), "volumeMount"),
     (kuberay, "kuberay/raycluster.yaml", set_in(*BOX, "envFrom"), "has no keys"),
     (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "nodeSelector"), "is not on spot"),
+    (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "imagePullSecrets"), "cannot log in to a registry"),
     (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "terminationGracePeriodSeconds", value=60), "drains"),
     (kuberay, "kuberay/raycluster.yaml", set_in(*WORKER, "securityContext", value={"runAsUser": 0}), "as root"),
     (kuberay, "kuberay/rayjob.yaml", set_in("spec", "backofLimit", value=1), "backofLimit"),

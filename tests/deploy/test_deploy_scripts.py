@@ -415,12 +415,55 @@ def test_slurm_starts_a_run_again_whose_store_stayed_away(
     stub(bench, "ray", "echo ' 1 node_a'\n")  # `ray status`
     stub(bench, "hostname", "echo 127.0.0.1\n")
     stub(bench, "scontrol", f'[ "$1" = show ] && echo one || echo "$*" > {tmp_path}/queue\n')
-    stub(bench, "eagleray", f"exit {status}\n")
+    stub(bench, "eagleray", f"until [ -e {tmp_path}/naps ]; do /bin/sleep 0.1; done; exit {status}\n")
+    stub(bench, "sleep", f'echo $$ >> {tmp_path}/naps\nexec /bin/sleep "$@"\n')
     env = {**bench, "SLURM_JOB_ID": str(free_job), "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(tmp_path)}
     head = socket.create_server(("127.0.0.1", 20000 + free_job * 10))
     with head, batch(env, tmp_path / "log", "pretrain") as job:
         assert job.wait(60) == status, (tmp_path / "log").read_text()
+    naps = (tmp_path / "naps").read_text().split()
+    wait_until(lambda: not any(Path(f"/proc/{nap}").exists() for nap in naps), 30)  # each of 60 s
     assert (tmp_path / "queue").exists() is requeued
+
+
+# Ray has two nodes until the run begins; then one is gone, and something waits for it, or nothing does.
+LOST_NODE = """
+echo asked >> $PLACE/asked
+echo ' 1 node_a'
+if [ -e $PLACE/began ]; then echo "$WAITS"; else echo ' 1 node_b'; fi
+"""
+# A run that saves when it is interrupted, and ends by itself when Ray has been asked for long.
+RUNNING = """
+import pathlib, signal, sys, time
+asked = pathlib.Path(sys.argv[1]) / "asked"
+signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
+(asked.parent / "began").touch()
+while len(asked.read_text().split()) < 40:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits", "requeued"),
+    [(" {'GPU': 1.0} * 32 (PACK): 1+ pending placement groups", True), (" (no resource demands)", False)],
+)
+def test_slurm_gives_a_job_back_that_waits_for_a_lost_node(
+    bench: dict[str, str], tmp_path: Path, free_job: int, waits: str, requeued: bool
+):
+    """And not one with fewer workers, which goes on."""
+    stub(bench, "srun", "exec /bin/sleep 60\n")
+    stub(bench, "ray", LOST_NODE)
+    stub(bench, "sleep", "exec /bin/sleep 0.05\n")
+    stub(bench, "hostname", "echo 127.0.0.1\n")
+    stub(bench, "scontrol", f'[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$*" > {tmp_path}/queue\n')
+    (tmp_path / "run.py").write_text(RUNNING)
+    stub(bench, "eagleray", f"exec {sys.executable} {tmp_path}/run.py {tmp_path}\n")
+    env = {**bench, "SLURM_JOB_ID": str(free_job), "SLURM_JOB_NODELIST": "one,two", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    head = socket.create_server(("127.0.0.1", 20000 + free_job * 10))
+    with head, batch(env | {"PLACE": str(tmp_path), "WAITS": waits}, tmp_path / "log", "pretrain") as job:
+        assert job.wait(120) == int(requeued), (tmp_path / "log").read_text()
+    assert (tmp_path / "queue").exists() is requeued
+    assert ("a node is gone" in (tmp_path / "log").read_text()) is requeued
 
 
 def slurm_with_stubs(bench: dict[str, str], tmp_path: Path, job: int) -> dict[str, str]:

@@ -3,9 +3,8 @@
 import torch
 from helpers.simulated_device import DEVICE, simulated
 
-from eagleray.engine.numerics import numerics
-from eagleray.engine.precision import Precision
-from eagleray.models.backbone import resample
+from eagleray.engine.precision import Precision, numerics
+from eagleray.models.variants import resample
 
 
 def test_a_position_table_is_resampled_by_a_product() -> None:

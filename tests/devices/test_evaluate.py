@@ -32,7 +32,6 @@ PROTOCOLS: dict[str, dict[str, str]] = {  # their settings
     "components": {"size": "32", "images": "2"},
     "neighbours": {"size": "32", "limit": "20", "queries": "2"},
     "pairs": {"size": "32", "images": "2"},
-    "video": {"size": "32", "limit": "3"},
     "segmentation": {"steps": "3", "batch": "2", "size": "32", "width": "32", "lr": "1e-3"},
     "davis": {"size": "32"},
     "detection": {"schedule": "{coco}/schedule.yaml"},
@@ -51,7 +50,6 @@ def inputs(shards: Path, tmp_path: Path) -> dict[str, Any]:
         "folders": {
             "masks": str(masks(tmp_path / "masks")),
             "davis": str(davis(tmp_path / "davis")),
-            "frames": str(tmp_path / "davis" / "JPEGImages" / "480p" / "square"),
             "coco": str(coco(tmp_path / "coco")),
             "suite": str(suite(tmp_path / "suite", shards)),
         },

@@ -17,7 +17,6 @@ from eagleray.dense.catalogue import Detection, Segmentation
 from eagleray.dense.segmentation import heads
 from eagleray.engine import precision
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
@@ -34,8 +33,8 @@ def classify(device: torch.device, folder: Path) -> Measured:
     sets = clusters(400, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
     mine = [LabelledFeatures(*(x.chunk(size)[rank] for x in s)) for s in sets]
     train, test = renumber(mine[0], mine[1], device)
-    outcomes = knn(train, test, Knn(k=7)), linear(train, test, Linear(epochs=2)), logistic(train, test)
-    return dict(zip(("knn", "linear", "logistic"), ((o.numbers, []) for o in outcomes), strict=True))
+    outcomes = knn(train, test, k=7), linear(train, test, epochs=2), logistic(train, test).numbers
+    return dict(zip(("knn", "linear", "logistic"), ((numbers, []) for numbers in outcomes), strict=True))
 
 
 def fine_tune(device: torch.device, folder: Path) -> Measured:

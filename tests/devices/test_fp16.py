@@ -12,8 +12,7 @@ from eagleray import config
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.engine.loop import Trainer
-from eagleray.engine.numerics import numerics
-from eagleray.engine.precision import Precision, compute_dtype
+from eagleray.engine.precision import Precision, compute_dtype, numerics
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 

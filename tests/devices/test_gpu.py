@@ -1,6 +1,6 @@
 """What a GPU has to give just as a CPU does: these tests run on both, the CPU's run is the GPU's twin.
 
-The last three are about the device itself and have none.
+The last four are about the device itself and have none.
 """
 
 import gc
@@ -20,6 +20,7 @@ from eagleray.config.view import View
 from eagleray.data.batch import Batch
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader
+from eagleray.data.packed import on_device
 from eagleray.data.reader import Stream
 from eagleray.engine import loop
 from eagleray.methods.method import Method
@@ -27,6 +28,7 @@ from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 from eagleray.views import photometric, sampling
+from eagleray.views.crop_batch import crop_batch
 from eagleray.views.sampling import Views
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -98,6 +100,18 @@ def test_a_batch_on_its_way_is_not_written_over(device: torch.device, index: Ind
     assert all(torch.equal(a, b) for a, b in zip(itertools.chain(*kept), itertools.chain(*copies), strict=True))
 
 
+@on_both
+def test_crops_are_those_of_a_cpu_bit_for_bit(device: torch.device, index: Index) -> None:
+    stream = Stream(index, VIEWS, seed=3, lanes=8, batch=16)
+    parts = zip(stream.parts(range(8), start=0), replace(stream, packed=True).parts(range(8), start=0), strict=True)
+    for cropped, sent in itertools.islice(parts, 3):
+        assert sent.packed is not None
+        there = on_device([sent.packed], device)
+        groups = (there.boxes[:1], VIEWS.views[:1]), (there.boxes[1:], VIEWS.views[1:])
+        for want, (boxes, views) in zip(cropped.pixels, groups, strict=True):
+            assert torch.equal(crop_batch(there.pixels, boxes, views).cpu(), want)
+
+
 def made_up(r: Recipe, device: torch.device) -> Batch:
     """The same pixels on any device."""
     b, generator = r.optim.batch, torch.Generator().manual_seed(0)
@@ -164,6 +178,20 @@ def test_photometric_does_not_wait_for_the_device() -> None:
     pixels, params = drawn(8, 32)
     pixels = pixels.to(CUDA)
     twice_without_waiting(lambda: photometric.apply(pixels, params))
+
+
+@pytest.mark.gpu
+@without_gpu
+def test_crops_do_not_wait_for_the_device(index: Index) -> None:
+    stream = Stream(index, VIEWS, seed=3, lanes=8, batch=16, packed=True)
+    sent = next(stream.parts(range(8), start=0)).pin_memory().packed
+    assert sent is not None
+
+    def made() -> None:
+        there = on_device([sent], CUDA)
+        crop_batch(there.pixels, there.boxes[1:], VIEWS.views[1:])
+
+    twice_without_waiting(made)
 
 
 @pytest.mark.gpu

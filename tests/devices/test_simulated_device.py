@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.simulated_device import DEVICE, OnDevice, simulated
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from eagleray.base import devices
 
@@ -109,6 +110,20 @@ def test_values_gradients_and_updates_are_those_of_the_cpu(waits: list[str]) -> 
     assert all(isinstance(w, OnDevice) for w in on_device)
     for a, b in zip(on_device, weights(torch.device("cpu")), strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_and_its_gradients_are_those_of_the_cpu(mask: bool, waits: list[str]) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, 5, 8) for _ in range(3)] + [torch.randn(3, 5, 5)] * mask
+
+    def attended(device: torch.device) -> list[Tensor]:
+        inputs = [x.to(device).requires_grad_() for x in given]
+        out = F.scaled_dot_product_attention(*inputs)
+        return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out.square().sum(), inputs))]
+
+    for a, b in zip(attended(DEVICE), attended(torch.device("cpu")), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -34,7 +34,7 @@ def test_trials_run_on_the_device_and_leave_its_memory_free(
         "plugins": {},
         "objective": "health/backbone_rank",
         "after": 0.0,
-        "pause": None,
+        "command": "c",
     }
     kept = []
     for name, rate in (("000", 1e-3), ("001", 1e-2)):

@@ -19,7 +19,7 @@ def home(shards: Path, tmp_path_factory: pytest.TempPathFactory, quick_runs: Non
     """A folder as a reader has it: photos/, shards/ and a finished run. The commands run in it."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "photos").mkdir()
-    for i in range(40):
+    for i in range(280):  # `init` asks for 256
         (folder / "photos" / f"{i}.jpg").write_bytes(jpeg(i))
     shutil.copytree(shards / "train", folder / "shards")
     (folder / "small.yaml").write_text(SMALL)

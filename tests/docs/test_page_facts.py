@@ -12,6 +12,7 @@ import yaml
 from helpers.pages import PAGES, ROOT
 
 from eagleray import config
+from eagleray.base import user
 from eagleray.cluster import job_package
 from eagleray.runs import layout, recipe
 
@@ -42,7 +43,8 @@ def test_the_run_folder_lists_every_file_of_a_run() -> None:
     listing = re.search(r"^```\nout/\n(.*?)^```", (ROOT / "docs/running.md").read_text(), re.M | re.S)
     assert listing
     listed = set(re.findall(r"[.\w]+", listing[1]))
-    names = {v.partition("/")[0] for k, v in vars(layout).items() if k.isupper() and k != "EVALUATION_STARTS"}
+    ours = {k: v for k, v in vars(layout).items() if k.isupper() and not k.startswith(("EVALUATION_STARTS", "SWEEP"))}
+    names = {v.partition("/")[0] for v in ours.values()}
     assert not names - OF_A_TRIAL - listed
 
 
@@ -54,15 +56,21 @@ def test_the_keys_that_may_change_are_those_of_the_code() -> None:
     assert len(listed) == len(set(listed))
 
 
-def test_every_key_has_a_row() -> None:
-    keys = section(RECIPES, "Keys")
-    kinds = {"At the top": recipe.Recipe, "`data`": recipe.Data, "`optim`": recipe.Optim, "`start`": recipe.Start}
-    kinds |= {"`backbone`": recipe.Network, "`views`": recipe.View, "`evaluate`": recipe.Evaluate}
-    kinds |= {"`monitor`": recipe.Watch, "`checkpoint`": recipe.Checkpoint, "`track`": recipe.Track}
-    for title, kind in kinds.items():
-        rows = re.findall(r"^\| (`.*?) \|", keys.partition(f"\n### {title}\n")[2].partition("\n### ")[0], re.M)
-        listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-        assert sorted(listed) == sorted(kind.__pydantic_fields__[f.name].alias or f.name for f in fields(kind)), title
+def test_every_key_has_a_meaning() -> None:
+    """All but those of methods, which their page explains."""
+    keys = (ROOT / "docs/reference/keys.md").read_text().partition("\n## method\n")[0]
+    rows = re.findall(r"^\| `([\w.\[\]]+)`(?: ✓)? \| .* \| .* \| (.*) \|$", keys, re.M)
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+    kinds = {"": recipe.Recipe, "data.": recipe.Data, "optim.": recipe.Optim, "start.": recipe.Start}
+    kinds |= {"backbone.": recipe.Network, "views[].": recipe.View, "evaluate.": recipe.Evaluate}
+    kinds |= {"monitor.": recipe.Watch, "checkpoint.": recipe.Checkpoint, "track.": recipe.Track}
+    names = {
+        prefix + (kind.__pydantic_fields__[f.name].alias or f.name)
+        for prefix, kind in kinds.items()
+        for f in fields(kind)
+    }
+    sections = {name.rpartition(".")[0].removesuffix("[]") for name in names} | {"method", "curriculum"}
+    assert names - sections <= {name for name, _ in rows}
 
 
 def test_the_resolved_recipe_of_the_page_is_what_show_prints() -> None:
@@ -78,7 +86,7 @@ def test_the_resolved_recipe_of_the_page_is_what_show_prints() -> None:
 def test_the_variables_that_are_sent_with_a_job_are_listed() -> None:
     sent = section((ROOT / "docs/jobs.md").read_text(), "What is sent")
     listed = {name for row in re.findall(r"^\| (`.*?) \|", sent, re.M) for name in re.findall(r"`(\w+)\*?`", row)}
-    assert listed == {*job_package.SENT, *job_package.BEGINNINGS}
+    assert listed == {*job_package.SENT, *job_package.BEGINNINGS, user.NAME}
 
 
 def test_files_that_pages_name_exist() -> None:

@@ -129,6 +129,12 @@ def test_every_method_has_a_figure_that_is_up_to_date():
         assert note == repr(spec), f"{method}: run `python docs/method_figures.py`"
 
 
+def test_the_pages_have_no_more_words_than_somebody_reads():
+    counting = runpy.run_path(str(ROOT / "docs" / "count.py"))
+    counted = sum(counting["words"](page.read_text()) for page in counting["pages"]())
+    assert 40_000 < counted <= 58_000, "merge pages or shorten some: `python docs/count.py`"
+
+
 def test_every_page_is_in_the_navigation_of_the_site():
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
     listed = re.findall(r"[\w./-]+\.md", str(yaml.safe_load(text)["nav"]))

@@ -54,8 +54,8 @@ def test_the_counts_are_those_of_the_rows() -> None:
     counted = Counter((row.id[0], row.state) for row in ROWS)
     lines = {name: list(map(int, n)) for name, *n in map(cells, re.findall(r"^\| [^|]+ (?:\| \d+ )+\|$", TEXT, re.M))}
     for letter, (name, rows) in PAPERS.items():
-        assert lines[name][0] == sum(lines[name][1:4]) == rows
-        assert lines[name][4:] == [counted[letter, state] for state in "WPN"], name
+        assert lines[name][0] == rows
+        assert lines[name][1:] == [counted[letter, state] for state in "WPN"], name
     total = lines.pop("all")
     assert total == [sum(column) for column in zip(*lines.values(), strict=True)]
     assert f"{total[0]} rows" in TEXT

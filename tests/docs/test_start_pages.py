@@ -1,4 +1,4 @@
-"""The pages that a beginner follows, own photos and own bucket: their commands run in the order of the page."""
+"""The page that a beginner follows, own photos: its commands run in their order."""
 
 import os
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from helpers.pages import ROOT, typed
 from helpers.pictures import jpeg
-from helpers.s3.server import store_of
 
 PAGES = ROOT / "docs" / "begin"
 MAKE = '#!/bin/sh\necho "make $*" >> "$ASKED"\n'  # it would fetch packages that are here already
@@ -19,9 +18,9 @@ LONG = {"eagleray pretrain mine.yaml": "eagleray show mine.yaml"}
 
 
 def commands(page: str) -> str:
-    """Return the commands of a page as one script; where to clone from and the keys of a store are the test's."""
+    """Return the commands of a page as one script; where to clone from is the test's."""
     text = "\n".join(typed(PAGES / page))
-    text = re.sub(r"^(git clone|export AWS_).*\n", "", text, flags=re.M).replace("BUCKET", "eagleray")
+    text = re.sub(r"^git clone.*\n", "", text, flags=re.M)
     for long, short in LONG.items():
         text = text.replace(long, short)
     return text
@@ -34,7 +33,7 @@ def run(page: str, home: Path) -> str:
     (home / ".venv" / "bin" / "activate").touch()
     programs.mkdir()
     (home / "photos").mkdir()
-    for i in range(140):
+    for i in range(280):
         (home / "photos" / f"{i}.jpg").write_bytes(jpeg(i))
     for name, text in {"make": MAKE, "eagleray": EAGLERAY}.items():
         (programs / name).write_text(text.replace("{python}", sys.executable))
@@ -51,14 +50,6 @@ def run(page: str, home: Path) -> str:
 @pytest.mark.timeout(900)
 def test_the_commands_of_own_photos_run(tmp_path: Path):
     run("photos.md", tmp_path)
-    assert (tmp_path / "asked").read_text() == "make setup\nmake demo DATA=photos/\n"
+    assert (tmp_path / "asked").read_text() == "make demo DATA=photos/\n"
     assert (tmp_path / "runs" / "first" / "report.html").exists()
     assert list((tmp_path / "runs" / "first").rglob("*.safetensors"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_commands_of_own_bucket_run(tmp_path: Path):
-    with store_of(tmp_path / "store", "eagleray"):
-        said = run("bucket.md", tmp_path / "home")
-    assert "s3://eagleray/runs/first" in said

@@ -1,4 +1,4 @@
-"""docs/trust.md names tests that exist, for each finding of the review."""
+"""tests/findings.md names tests that exist, for each finding of the review."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_finding_has_tests_that_exist() -> None:
-    rows = re.findall(r"^\| ([A-CEF]\d+) .*?\| (.*) \|$", (ROOT / "docs" / "trust.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([A-CEF]\d+) .*?\| (.*) \|$", (ROOT / "tests" / "findings.md").read_text(), re.MULTILINE)
     counts = {"A": 12, "B": 9, "C": 13, "E": 8, "F": 9}
     assert [name for name, _ in rows] == [f"{kind}{i}" for kind, n in counts.items() for i in range(1, n + 1)]
     for finding, text in rows:

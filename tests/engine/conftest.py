@@ -10,6 +10,7 @@ from helpers.s3.proxy import Proxy
 from helpers.s3.server import Swift, store_of
 
 from eagleray.storage import store
+from eagleray.storage.s3 import S3Store
 
 STORES = ("folder", "s3")
 
@@ -37,7 +38,7 @@ def proxy(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Start a proxy in front of the S3 server, through which all requests go."""
     with Proxy(swift.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        monkeypatch.setitem(store.STORES, "s3", store.S3Store())
+        monkeypatch.setitem(store.STORES, "s3", S3Store())
         yield proxy
 
 

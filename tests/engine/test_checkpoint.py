@@ -181,6 +181,16 @@ def test_old_ones_go_when_a_newer_one_counts(place: Place, monkeypatch: pytest.M
         assert {p.name for p in place.scratch.glob("*.pt")} == {"step-000000010.pt"}
 
 
+def test_those_of_milestones_stay(tmp_path: Path):
+    writers = [checkpoint.Writer(tmp_path, keep=1, epoch=epoch) for epoch in (1, 2)]
+    for writer, step in zip([0, 0, 0, 0, 1, 1, 1], (3, 4, 6, 9, 6, 7, 8), strict=True):
+        writers[writer].stays = lambda step: step % 3 == 0
+        writers[writer].save(step, full_of(step))
+        writers[writer].settle()
+    wanted = ["step-000000008-e000002", "step-000000006-e000002", "step-000000009-e000001", "step-000000003-e000001"]
+    assert checkpoint.manifests(tmp_path) == wanted
+
+
 def test_what_has_to_be_there_first_is(place: Place):
     """The metrics of a run are uploaded before a checkpoint counts."""
     away = True

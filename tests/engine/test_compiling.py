@@ -14,6 +14,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.models.backbone import Encoder
 from eagleray.models.ema import ema_copy
+from eagleray.models.heads import PrototypeHead, projection
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 
@@ -60,6 +61,24 @@ def test_many_sizes_are_compiled_each() -> None:
         assert len(compiled) == 12
     finally:
         torch._dynamo.config.recompile_limit = before
+
+
+def test_a_head_of_prototypes_is_compiled_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(projection, backend=backend)
+    monkeypatch.setattr("eagleray.models.heads.compiled_projection", lambda: run)
+    head = PrototypeHead(6, 40, hidden=8, bottleneck=4)
+    rows = [torch.randn(n, 6) for n in (5, 9, 13, 21)]
+    want = [head(x) for x in rows]
+    compile_backbones(nn.ModuleList([head]))
+    torch.testing.assert_close([head(x) for x in rows], want)
+    assert len(graphs) == 2  # one is for the first number of rows, one for any
 
 
 @pytest.mark.slow

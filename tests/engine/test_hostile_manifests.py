@@ -11,8 +11,8 @@ from helpers.checkpoints import Place, assert_full_of, keep_one
 from helpers.fuzzing import counts, examples, generators
 from helpers.mutations import change_bytes, change_tree
 
-from eagleray.engine import checkpoint, stored_file
-from eagleray.engine.serialise import sha256
+from eagleray.engine import checkpoint, checkpoint_files
+from eagleray.engine.checkpoint_files import sha256
 from eagleray.storage.blob import Blob
 
 
@@ -117,7 +117,7 @@ def test_no_file_beside_the_copy_of_a_run_is_written(tmp_path: Path, monkeypatch
 
     scratch.mkdir(parents=True)
     (scratch / "step-000000001.shards").mkdir()
-    for module in (checkpoint, stored_file):
+    for module in (checkpoint, checkpoint_files):
         monkeypatch.setattr(module, "store", lambda _: Bucket())
     assert checkpoint.newest(url, scratch) is None
     assert mine.read_text() == "mine"

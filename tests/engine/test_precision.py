@@ -12,8 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.engine import precision
 from eagleray.engine.loop import Trainer
-from eagleray.engine.numerics import exact_products, numerics
-from eagleray.engine.precision import START, Precision, compute_dtype
+from eagleray.engine.precision import START, Precision, compute_dtype, exact_products, numerics
 
 CPU = torch.device("cpu")
 

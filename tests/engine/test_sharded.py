@@ -12,9 +12,9 @@ from helpers.recipes import small_recipe
 from helpers.runs import arguments, weights
 
 from eagleray.api.pretrain import pretrain
+from eagleray.base.dist import own_rows
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.base.shards import own_rows
 from eagleray.engine import checkpoint
 from eagleray.engine.sharded import replace, tensors
 from eagleray.engine.sharded_checkpoint import fill

@@ -28,7 +28,7 @@ from eagleray.datasets.shards import Sample, write_shards
 from eagleray.evaluation import embed as embedding
 from eagleray.evaluation import extraction
 from eagleray.evaluation.embed import Part, embed_part
-from eagleray.evaluation.target import load_target
+from eagleray.evaluation.target import Inputs, load_target
 from eagleray.protocols import image_batches
 from eagleray.protocols.image_batches import Reading
 from eagleray.storage import store
@@ -163,7 +163,7 @@ def test_a_task_with_a_gpu_computes_several_parts_and_none_again(
     done: list[int] = []
     monkeypatch.setattr(embedding, "embed_part", once)
     monkeypatch.setattr(embedding, "ray_map", twice)
-    monkeypatch.setattr(embedding, "load_in_worker", lambda *_: load_target(BACKBONE).backbone)
+    monkeypatch.setattr(Inputs, "load", lambda _: load_target(BACKBONE).backbone)
     monkeypatch.setattr(sample_table, "ROWS", 8)
     eagleray.embed(BACKBONE, shards, tmp_path / "out", workers=1, gpus=True, **SIZES)
     assert max(sizes) > 1
@@ -171,6 +171,7 @@ def test_a_task_with_a_gpu_computes_several_parts_and_none_again(
     assert sum(sizes) == len(done)
 
 
+@pytest.mark.usefixtures("copied_loaders")
 def test_loader_processes_read_the_same(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As beside a GPU."""
     whole = files(eagleray.embed(BACKBONE, shards, tmp_path / "whole", **SIZES))

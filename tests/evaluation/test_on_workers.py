@@ -11,9 +11,8 @@ from helpers.ranks import on_ranks
 
 from eagleray.base.errors import UserError
 from eagleray.evaluation import evaluate, feature_cache, on_workers
-from eagleray.evaluation.data import Inputs
 from eagleray.evaluation.on_workers import Job
-from eagleray.evaluation.target import Target, load_target
+from eagleray.evaluation.target import Inputs, Target, load_target
 from eagleray.models.backbone import Backbone
 
 
@@ -55,10 +54,10 @@ def compare_videos(tmp_path: Path) -> None:
 
 
 def test_a_worker_refuses_other_weights():
-    job = Job(Inputs("untrained:test_vit", load_target("untrained:test_vit").digest), None, "")  # type: ignore[arg-type]
-    assert isinstance(job.load(), Backbone)
+    inputs = Inputs("untrained:test_vit", load_target("untrained:test_vit").digest)
+    assert isinstance(inputs.load(), Backbone)
     with pytest.raises(UserError, match="the weights changed during the evaluation"):
-        replace(job, inputs=replace(job.inputs, digest="0" * 16)).load()
+        replace(inputs, digest="0" * 16).load()
 
 
 def test_protocols_that_are_not_divided_run_on_one_worker(
@@ -139,7 +138,7 @@ def test_classifiers_of_random_crops_are_trained_by_ranks(
 
     def ranks(function: Any, task: Any, *, workers: int, gpus: bool, note: Any) -> Any:
         (tmp_path / "stores").mkdir(exist_ok=True)
-        return on_ranks(workers, function, tmp_path / "stores", task, print, start="forkserver")[0]
+        return on_ranks(workers, function, tmp_path / "stores", task, print)[0]
 
     monkeypatch.setattr(on_workers, "ray_ranks", ranks)
     names = ("linear_augmented", "semi_supervised")
@@ -195,7 +194,7 @@ def test_probes_on_ranks_find_what_one_process_finds(shards: Path, tmp_path: Pat
         def work() -> Any:
             return function(task, said.append), said
 
-        result, lines = on_ranks(workers, work, tmp_path / "stores")[0]
+        result, lines = on_ranks(workers, work, tmp_path / "stores", start="fork")[0]
         for line in lines:
             note(line)
         return result

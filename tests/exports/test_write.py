@@ -15,7 +15,7 @@ from helpers.networks import RESNET, SWIN, VIT
 from eagleray.base.errors import UserError
 from eagleray.engine.export import to_timm
 from eagleray.exports import compare as comparing
-from eagleray.exports import hugging_face, libraries, timm_hub, traced, write
+from eagleray.exports import hugging_face, libraries, timm_files, traced, write
 from eagleray.exports.source import with_own_grid
 
 TINY = VIT | {"img_size": 32}
@@ -162,7 +162,7 @@ def test_a_network_that_a_library_lacks(to: str, keys: dict[str, Any], wanted: s
 )
 def test_what_is_wrong_in_an_export_is_seen(change: tuple[str, str], wanted: str, tmp_path: Path):
     found = source(tmp_path / "run", **NETWORKS["vit"])
-    program = timm_hub.write(found, tmp_path).text
+    program = timm_files.write_hub(found, tmp_path).text
     settings = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(settings.replace(*change))
     assert settings.replace(*change) != settings
@@ -173,7 +173,7 @@ def test_what_is_wrong_in_an_export_is_seen(change: tuple[str, str], wanted: str
 @pytest.mark.slow
 def test_a_photograph_that_stays_on_its_side_is_seen(tmp_path: Path):
     found = source(tmp_path / "run", **NETWORKS["vit"])
-    program = timm_hub.write(found, tmp_path).text
+    program = timm_files.write_hub(found, tmp_path).text
     lying = program.replace("ImageOps.exif_transpose(Image.open(file))", "Image.open(file)")
     assert lying != program
     with pytest.raises(UserError, match="pixels that differ by"):
@@ -286,5 +286,5 @@ def test_the_lines_that_load_are_python(tmp_path: Path):
     folder = tmp_path / 'it\'s "here"'
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["ViTModel"]}')
-    for line in (timm_hub.line, hugging_face.line, traced.onnx_line, traced.torch_line):
+    for line in (timm_files.hub_line, hugging_face.line, traced.onnx_line, traced.torch_line):
         compile(line(folder), "line", "eval")

@@ -171,9 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
             206, file.data[first : last + 1], Content_Range=f"bytes {first}-{last}/{len(file.data)}", **headers
         )
 
-    def page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> tuple[list[str], list[str], str]:
+    def page(
+        self, bucket: str, prefix: str, delimiter: str, marker: str, first: str = ""
+    ) -> tuple[list[str], list[str], str]:
         """Return keys, folders and where the next page begins."""
-        keys = sorted(k for k in self.bucket(bucket) if k.startswith(prefix) and k >= marker)
+        keys = sorted(k for k in self.bucket(bucket) if k.startswith(prefix) and k >= max(marker, first))
         page, rest = keys[:PAGE], keys[PAGE:]
         below = {k: k[len(prefix) :].partition(delimiter) for k in page} if delimiter else {}
         folders = sorted({f"{prefix}{below[k][0]}/" for k in below if below[k][1]})
@@ -195,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.bucket(bucket)
         if not key:
             names, folders, marker = self.page(
-                bucket, *(self.query.get(n, "") for n in ("prefix", "delimiter", "pageToken"))
+                bucket, *(self.query.get(n, "") for n in ("prefix", "delimiter", "pageToken", "startOffset"))
             )
             items = [
                 {"name": n, "size": str(len(files[n].data)), "generation": str(files[n].generation)} for n in names

@@ -1,10 +1,12 @@
 """Runs of the tests that go on where an earlier one on the same tree has ended: `pytest -p helpers.continued`.
 
-What has passed is kept in .pytest_cache, in a file for each state of the tree. What fails is named at once."""
+What has passed is kept in .pytest_cache, in a file for each state of the tree without the files of tests. A file of
+tests in a room imports no other, so a change to it makes its own tests run again; those in tests/ itself and in
+tests/docs read the whole tree. What fails is named at once."""
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,19 +23,38 @@ def files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def digest(root: Path) -> str:
-    """Return a digest of the tree as it lies on the disk, committed or not, and of the interpreter."""
-    whole = hashlib.sha256(sys.version.encode())
-    for path in sorted(files(root)):
-        whole.update(f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
-    return whole.hexdigest()
+class Tree:
+    """A tree as it lies on the disk, committed or not: a digest of each file that tests read.
+
+    `trunk` is a digest of the interpreter and of all files but those of tests in rooms, `whole` one of all files."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = {
+            str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files(root)
+        }
+        self.trunk = self._digest(name for name in self.files if not self._is_room_test(name))
+        self.whole = self._digest(self.files)
+
+    def _is_room_test(self, name: str) -> bool:
+        folder, _, file = name.rpartition("/")
+        in_room = folder.startswith("tests/") and folder != "tests/docs"
+        return in_room and file.startswith("test_") and file.endswith(".py")
+
+    def _digest(self, names: Iterable[str]) -> str:
+        lines = [sys.version, *(f"{name}\0{self.files[name]}" for name in sorted(names))]
+        return hashlib.sha256("\0".join(lines).encode()).hexdigest()
+
+    def key(self, nodeid: str) -> str:
+        """Return a test's line: its name after a digest of what it reads beside the trunk."""
+        file = nodeid.partition("::")[0]
+        return f"{(self.files.get(file, '') if self._is_room_test(file) else self.whole)[:16]} {nodeid}"
 
 
 class Left:
     """Where tests are collected: those that have passed are left out."""
 
     def __init__(self, passed: set[str]) -> None:
-        self.passed, self.number = passed, 0
+        self.passed, self.number = passed, 0  # names of tests
 
     @pytest.hookimpl(trylast=True)  # of those that -m and -k have left
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,13 +73,15 @@ class Kept:
 
     def __init__(self, config: pytest.Config, left: Left) -> None:
         assert config.cache is not None
-        self.config, self.left, self.tree = config, left, digest(config.rootpath)
+        self.config, self.left, self.tree = config, left, Tree(config.rootpath)
         folder = config.cache.mkdir("passed")
         for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink()
-        self.path = folder / self.tree
+        self.path = folder / self.tree.trunk
         if self.path.exists():
-            left.passed |= set(self.path.read_text().split("\n")[:-1])  # a line without an end may be half of one
+            lines = self.path.read_text().split("\n")[:-1]  # a line without an end may be half of one
+            names = {line: line.partition(" ")[2] for line in lines}
+            left.passed |= {name for line, name in names.items() if line == self.tree.key(name)}
         self.file: TextIO = self.path.open("a", buffering=1)  # a line at a time
         self.good: dict[str, bool] = {}
 
@@ -79,7 +102,7 @@ class Kept:
         if report.failed:
             self.say(f"FAILED {report.nodeid}: {reason(report)}")
         if report.when == "teardown" and self.good.pop(report.nodeid):
-            self.file.write(f"{report.nodeid}\n")
+            self.file.write(f"{self.tree.key(report.nodeid)}\n")
 
     def say(self, line: str) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -93,7 +116,7 @@ class Kept:
     def pytest_terminal_summary(self) -> None:
         self.file.close()
         self.say(f"{self.left.number} of these tests had passed before on this tree")
-        if digest(self.config.rootpath) != self.tree:
+        if Tree(self.config.rootpath).whole != self.tree.whole:
             self.path.unlink()
             self.say("the tree has changed meanwhile: what passed runs again")
 

@@ -29,7 +29,7 @@ def ray_up(config: dict[str, Any]) -> list[str]:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     try:
-        validate_config(prepare_config(copy.deepcopy(config)))
+        validate_config(merged := prepare_config(copy.deepcopy(config)))
     except Exception as e:
         return [f"Ray refuses it: {e}"]
     aws = config["provider"]["type"] == "aws"
@@ -47,6 +47,7 @@ def ray_up(config: dict[str, Any]) -> list[str]:
     ]
     if spot(head["node_config"]):
         wrong.append("the head is on spot")
+    wrong += [f"Ray merges in: {c}" for c in merged["head_setup_commands"] + merged["worker_setup_commands"]]
     if not any("memlock=-1" in o for o in config["docker"]["run_options"]):
         wrong.append("RDMA cannot pin memory")
     if head["resources"].get("CPU") != 0 or "GPU" in head["resources"]:
@@ -174,7 +175,7 @@ def kuberay(manifest: dict[str, Any]) -> list[str]:
 
 
 def confined(pod: dict[str, Any]) -> list[str]:
-    wrong = []
+    wrong = [] if pod.get("imagePullSecrets") else ["cannot log in to a registry"]
     if not pod.get("securityContext", {}).get("runAsNonRoot") or pod.get("hostNetwork"):
         wrong.append("may run as root")
     for container in pod.get("containers", [{}]):

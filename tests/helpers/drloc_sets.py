@@ -11,7 +11,7 @@ from scipy.io import savemat
 
 from eagleray.datasets.sets import SHIPPED
 from eagleray.datasets.sources import image_lists
-from eagleray.datasets.sources.imagenet_subsets import CLASSES
+from eagleray.datasets.sources.imagenet import CLASSES
 
 
 def cifar(folder: Path, split: str, *, fine: bool = False, each: int = 5) -> Images:

@@ -15,6 +15,8 @@ class FakeHead:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.packages: list[bytes] = []
+        self.nodes: list[dict[str, Any]] = []
+        self.knows_nodes = True
         self.asked = 0
         self.broken: Callable[[], tuple[int, str] | None] | None = None
         self.then: Callable[[], Any] | None = None
@@ -56,6 +58,10 @@ class FakeHead:
                 return 500, f"ValueError: Job with submission_id {asked['submission_id']} already exists."
             self.add(asked["submission_id"], **asked)
             return 200, json.dumps({"job_id": "", "submission_id": asked["submission_id"]})
+        if path.startswith("/api/v0/nodes"):
+            counts = {"total": len(self.nodes) + 3, "num_after_truncation": len(self.nodes), "num_filtered": 0}
+            found = counts | {"result": self.nodes, "partial_failure_warning": ""}
+            return 200, json.dumps({"result": self.knows_nodes, "msg": "", "data": {"result": found}})
         if path == "/api/jobs/":
             return 200, json.dumps(list(self.jobs.values()))
         if parts[:2] == ["api", "jobs"] and parts[2] in self.jobs:

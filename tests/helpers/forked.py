@@ -28,13 +28,17 @@ from eagleray.engine import export
 # Of the tests before any of them has begun; the process that is copied finds their helpers by it.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 CONTEXT: Any = multiprocessing.get_context("forkserver")
+SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 CONTEXT.set_forkserver_preload(["helpers.forked", *program.IMPORTED])
 
 
 def ensure_running() -> None:
     """Start the process that is copied, in the environment in which the tests began, whichever test needs it first."""
     with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
-        forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
+        forkserver.ForkServer.ensure_running(SERVER)
+
+
+vars(SERVER)["ensure_running"] = ensure_running  # loader processes of tests are copies of the same process
 
 
 class Popen(subprocess.Popen[Any]):
@@ -55,7 +59,7 @@ class Popen(subprocess.Popen[Any]):
         words = [os.fspath(word) for word in given["args"]]
         environment = dict(os.environ if given["env"] is None else given["env"])
         ready, begun = CONTEXT.Pipe(duplex=False)
-        ensure_running()
+        SERVER.ensure_running()
         work = (words, environment, os.fspath(given["cwd"] or os.getcwd()), group, files, check_export, begun)
         self._copy = popen_forkserver.Popen(CONTEXT.Process(target=program.run, args=work))  # type: ignore[attr-defined]
         self.pid = self._copy.pid
@@ -115,7 +119,7 @@ def start_ranks(function: Callable[..., None], args: Sequence[Any], ranks: int =
     """Call a function with the number of its rank and these arguments in a process for each rank, and wait for all.
 
     Raises the error of the first rank that fails, after the others are killed."""
-    ensure_running()
+    SERVER.ensure_running()
     mp.start_processes(partial(in_environment, dict(os.environ), function), args, ranks, start_method="forkserver")
 
 
@@ -140,7 +144,7 @@ class Command:
         skew: float = 0.0,
     ) -> None:
         """`machine` is the folder of its caches, and `begin` is called in it first; `skew` is in seconds."""
-        ensure_running()
+        SERVER.ensure_running()
         self._end, end = CONTEXT.Pipe(duplex=False)
         self.process = CONTEXT.Process(target=_run, args=(recipe, dict(keys), out, machine, begin, skew, end))
         self.process.start()

@@ -15,7 +15,7 @@ from helpers.runs import start
 from eagleray.base.files import read_lines
 from eagleray.runs import layout
 from eagleray.runs import metrics as m
-from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.bucket_files import RunCopy
 from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import read_summary
 from eagleray.storage.store import is_remote
@@ -120,7 +120,7 @@ def told(out: str, scratch: Path) -> dict[str, Any]:
     in the store."""
     folder = Path(out)
     if is_remote(out):
-        Copy(out, folder := scratch / "copy").fetch()
+        RunCopy(out, folder := scratch / "copy").fetch()
     found: dict[str, Any] = {name: [of_training(r) for r in read_lines(folder / name)] for name in HISTORIES}
     return found | {layout.SUMMARY: of_training(read_summary(folder))}
 

@@ -12,7 +12,7 @@ from helpers.pictures import jpeg
 
 from eagleray.base.errors import UserError
 from eagleray.datasets.prepare import prepare
-from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import PrepareOptions
 
 
 def fill(folder: Path, names: list[str]) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ from helpers.pages import Command, commands
 # Where the commands of a whole page run, in the order of the page.
 RUN = {
     "docs/begin/photos.md": "docs/test_start_pages.py",
-    "docs/begin/bucket.md": "docs/test_start_pages.py",
     "docs/cluster.md": "docs/test_cluster_page.py",
     "docs/plugins.md": "docs/test_plugins_page.py",
 }
@@ -23,16 +22,16 @@ HEAD_PAGES = ("README.md", "docs/begin/cluster.md", "docs/jobs.md")
 SMALL_PAGES = (
     "README.md",
     "docs/backbone/README.md",
+    "docs/begin/better.md",
     "docs/begin/gpu.md",
     "docs/data.md",
     "docs/evaluate.md",
     "docs/export.md",
     "docs/finetune.md",
+    "docs/images.md",
     "docs/methods.md",
-    "docs/operate/sizes.md",
     "docs/papers.md",
     "docs/plan.md",
-    "docs/prepare.md",
     "docs/recipes.md",
     "docs/report.md",
     "docs/select.md",
@@ -53,7 +52,7 @@ def on_head(command: Command) -> bool:
 
 def here(command: Command) -> bool:
     """Return whether a command of a page that is not run as a whole runs alone."""
-    return command.page not in RUN and bool(HERE.match(command.text))
+    return command.page not in RUN and bool(HERE.match(command.text)) and "s3://" not in command.text
 
 
 def runs(command: Command) -> bool:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from eagleray import Backbone, Batch, Callback, Encoder, FeatureProtocol, Method, Outcome, Progress, RunView, register
 from eagleray.datasets.sources.files import list_tree, relative_path
 from eagleray.datasets.sources.item import Item, Listing
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Data, SourceFiles, read_ranges
+from eagleray.datasets.sources.source import Data, PrepareOptions, SourceFiles, read_ranges
 
 
 @register.method("cosine_pairs")

@@ -1,8 +1,8 @@
 """What rank 0 of a run in a bucket has: its claim, and what uploads its working folder."""
 
 from eagleray.runs import layout
+from eagleray.runs.bucket_files import Mirror
 from eagleray.runs.lease import Lease
-from eagleray.runs.mirror import Mirror
 from eagleray.runs.run_store import run_store
 
 

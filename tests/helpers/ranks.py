@@ -1,5 +1,7 @@
 """Runs on several gloo ranks without Ray."""
 
+import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -7,21 +9,26 @@ import shutil
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from helpers import forked
 
+from eagleray.base.contexts import on_error
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
-from eagleray.runs import evaluations, rank_run
+from eagleray.runs import evaluations, rank_run, start
 from eagleray.runs import pretrain as training
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.checks import make_plan
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import tracking_of
+
+LIMIT = 240  # seconds that a rank may take
 
 
 class Run(NamedTuple):
@@ -59,7 +66,7 @@ def _process(rank: int, barrier: Any, name: str, runs: list[Run]) -> None:
         barrier.wait()
         if rank < run.ranks:
             torch.distributed.init_process_group("gloo", f"file://{run.out}.store", rank=rank, world_size=run.ranks)
-            for module in (training, evaluations, rank_run):
+            for module in (start, evaluations, rank_run):
                 module.build_method = in_float64  # type: ignore[attr-defined]
             training.pretrain(recipe, World(torch.device("cpu")), tracking=tracking_of(run.out))
             torch.distributed.destroy_process_group()
@@ -75,12 +82,16 @@ def _rewind(source: Path, step: int, out: Path) -> None:
     (out / "summary.json").unlink()
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any, start: str = "fork") -> list[Any]:
-    """Return what a function returns on each rank of a process group of copies of this process. Raises the first
-    error of a rank.
+def on_ranks(
+    ranks: int, function: Callable[..., Any], folder: Path, *args: Any, start: str = "forkserver"
+) -> list[Any]:
+    """Return what a function returns on each rank of a process group. Raises the first error of a rank, and an
+    AssertionError if a rank dies or has not ended after `LIMIT` seconds, with the stacks of its threads on stderr.
 
-    A function that computes gradients needs processes that have computed none, `start="forkserver"`: PyTorch refuses
-    them in a copy of a process that has had them computed while an accelerator was there, such as the simulated one."""
+    A function that pickle cannot send, or whose module a test has patched, needs copies of this process,
+    `start="fork"`. A copy has none of its other threads, so a lock that one of them held is never released there, and
+    PyTorch refuses gradients in it if this process has computed some while an accelerator was there, such as the
+    simulated one."""
     context: Any = multiprocessing.get_context(start)
     queue: Any = context.SimpleQueue()
     store = folder / f"store-{ranks}-{len(list(folder.glob('store-*')))}"
@@ -89,7 +100,13 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
     processes = [context.Process(target=one, args=(rank, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    out = dict(pickle.loads(queue.get()) for _ in processes)
+    out: dict[int, Any] = {}
+    with on_error(lambda: [process.kill() for process in processes]):
+        while len(out) < ranks:
+            while queue.empty():
+                assert not any(process.exitcode for process in processes), "a rank died"
+                connection.wait([queue._reader, *(process.sentinel for process in processes if process.is_alive())], 1)
+            rank, out[rank] = pickle.loads(queue.get())
     for process in processes:
         process.join()
     for result in out.values():
@@ -99,6 +116,8 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *args: Any,
 
 
 def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    gc.freeze()  # what a copied process has is not finalized here, where its threads are missing
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     try:
@@ -108,3 +127,4 @@ def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[...,
         result = e
     queue.put(pickle.dumps((rank, result)))
     torch.distributed.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()

@@ -23,9 +23,9 @@ STARTS = 4  # of a head or a node, until it is up
 
 
 class Head:
-    """A head of two CPUs, or of none, so that it only directs."""
+    """A head of two CPUs, or of none, so that it only directs. `memory` is what it has for jobs, in bytes."""
 
-    def __init__(self, folder: Path, cpus: int = 2) -> None:
+    def __init__(self, folder: Path, cpus: int = 2, memory: int | None = None) -> None:
         self.port = free_block(64)
         self.address = f"http://127.0.0.1:{self.port + 1}"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
@@ -36,6 +36,7 @@ class Head:
         self.folder = folder
         options = {"port": self.port, "dashboard-port": self.port + 1, "dashboard-host": "127.0.0.1"}
         options |= {"min-worker-port": self.port + 4, "max-worker-port": self.port + 63, "temp-dir": folder}
+        options |= {"memory": memory} if memory else {}
         self.process = self._ray("head", cpus, self.port + 2, options, "--head")
         self.nodes: list[subprocess.Popen[bytes]] = []
 

@@ -58,7 +58,7 @@ INSTEAD = {
     r"\bROOT\b": "suite",
     r"\bRECIPE\b": "dino_vits16_in1k_ep100",
     r"timm:swin_(small|tiny)_patch4_window7_224(\.ms_in1k)?": "runs/mine",
-    r"(evaluate timm:\S+ --train labelled)/train": r"\1/test",
+    r"(evaluate timm:\S+ --train labelled)/train(?! --test)": r"\1/test",
     rf"({PUBLIC})": r"\1 workers=0 data.lanes=8 data.workers=0 optim.batch=8 max_steps=2 evaluate.limit=16",
     r"size: 518": "size: 16",
     r"size: 98(.*)count: 8": r"size: 8\1count: 2",
@@ -72,7 +72,7 @@ INSTEAD = {
     r"(data cluster \S+ \S+)": r"\1 --similar 1",  # few features of a small model differ by more
 }
 ORIGINAL = bundled.tree
-BUCKETS = ("bucket", "other", "mirror", "open-images-dataset")
+BUCKETS = ("bucket", "other", "mirror", "open-images-dataset", "photos")
 RUNS = (  # of MoCo v3, whatever their names say
     "mine",
     "a",
@@ -181,7 +181,7 @@ def downloads(home: Path) -> None:
 
 
 def public_sets(home: Path) -> None:
-    """Lay out the archives of docs/prepare.md."""
+    """Lay out the archives of docs/images.md."""
     imagenet(home, "folder of the tar")
     imagenet(home, "tar of tars")
     validation(home)
@@ -227,6 +227,8 @@ def fill_store(home: Path) -> None:
         upload(url, train)
     for i, path in enumerate(train):
         store.store("s3://bucket").put(f"s3://bucket/x-{i:02d}.tar", path)
+    upload("s3://photos/products", (home / "photos").glob("*.jpg"))
+    upload("s3://bucket/photos", sorted((home / "photos").iterdir())[:64])
     upload("s3://bucket/raw", home.glob("part-*.tar"))
     upload("s3://mirror/openimages", (home / "mirror").iterdir())
     upload("s3://open-images-dataset/train", (home / "mirror" / f"{name}.jpg" for name in IDS[:3]))
@@ -243,8 +245,8 @@ def clear(place: str) -> None:
 
 def written_by(words: list[str]) -> list[str]:
     """Return where a command writes what no earlier one may have left."""
-    if words[0] == "prepare":
-        return [words[3]]
+    if words[0] in ("prepare", "shard"):
+        return [words[2 if words[0] == "shard" else 3]]
     given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     if given or words[0] not in ("pretrain", "finetune", "tune"):
         return given

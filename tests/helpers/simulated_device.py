@@ -24,8 +24,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.backend_registration as registration
+from helpers.gpu_operations import ON_GPU
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from eagleray.base import devices
+from eagleray.runs.as_on_gpu import FLOAT32, attention, autocast_kernel, widened
 
 if torch.accelerator.is_available() and torch.accelerator.current_accelerator() != torch.device("sim"):
     pytest.skip("simulates an accelerator, and this machine has one", allow_module_level=True)
@@ -118,6 +122,7 @@ class _Mode(TorchDispatchMode):
 def simulated() -> Iterator[list[str]]:
     """Make the device available within the block. Yields the list of waits, emptied."""
     WAITS.clear()
+    CASTS.clear()  # what an earlier block has cast is no memory of this one
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch._C._set_only_lift_cpu_tensors(True)
@@ -126,6 +131,8 @@ def simulated() -> Iterator[list[str]]:
         mock.patch.multiple(torch, Generator=_Generator, Event=_Event),
         mock.patch.multiple(Tensor, pin_memory=_pinned, is_pinned=_is_pinned),
         mock.patch.multiple(torch.accelerator, **ACCELERATOR),
+        mock.patch.object(torch, "clear_autocast_cache", CASTS.clear),
+        mock.patch.object(devices, "WIDE_SUMS", {DEVICE.type}),
     ]
     try:
         with contextlib.ExitStack() as stack:
@@ -172,7 +179,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return _is_pinned(args[0])
     inner_args, inner_kwargs = map_leaves(inner, args), map_leaves(inner, kwargs)
     pinned = inner_kwargs.pop("pin_memory", None)
-    out = func(*inner_args, **inner_kwargs)
+    out = ON_GPU.get(func, func)(*inner_args, **inner_kwargs)
     if func is COPY_:
         _note_copy(args, inner_args)
         return args[0]
@@ -257,7 +264,8 @@ def _mark(x: Any) -> Any:
 def _pinned(x: Tensor, device: Any = None) -> Tensor:
     if isinstance(x, OnDevice):
         raise RuntimeError(f"cannot pin a tensor on {DEVICE}, only one on the CPU")
-    return x if _is_pinned(x) else _mark(x.clone())
+    with _disable_current_modes():  # it is no operation of the device
+        return x if _is_pinned(x) else _mark(x.clone())
 
 
 def _is_pinned(x: Tensor, device: Any = None) -> bool:
@@ -328,36 +336,31 @@ ACCELERATOR: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda: None,
 }
 
-# Autocast, as CUDA's: products of matrices in the lower precision, what sums or exponentiates in float32.
-LOWER = "mm addmm bmm baddbmm matmul linear conv1d conv2d conv3d scaled_dot_product_attention"
-FLOAT32 = """exp log log1p pow.Tensor_Scalar rsqrt cumsum sum sum.dim_IntList prod norm.Scalar softmax.int
-log_softmax.int layer_norm group_norm nll_loss cross_entropy_loss mse_loss l1_loss kl_div cosine_similarity
-smooth_l1_loss"""
+# Autocast, as a GPU's: products of matrices in the lower precision, whose weights are cast once in a forward pass.
+LOWER = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "conv1d", "conv2d", "conv3d")
+LOWER += ("scaled_dot_product_attention",)
+CASTS: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-def _register_autocast() -> list[torch.library.Library]:
+def _lowered(x: Any) -> Any:
+    if not (isinstance(x, OnDevice) and x.is_floating_point() and x.dtype != torch.float64):
+        return x
+    dtype = torch.get_autocast_dtype(DEVICE.type)
+    if not (x.requires_grad and x.is_leaf and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+        return x.to(dtype)
+    if id(x) not in CASTS:
+        CASTS[id(x)] = x, x.to(dtype)
+    return CASTS[id(x)][1]
+
+
+def _register() -> list[torch.library.Library]:
     others, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for names, lower in ((LOWER, True), (FLOAT32, False)):
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(aten, packet), overload or "default")
-            library.impl(name, _cast_kernel(op, lower), "AutocastPrivateUse1")
+    for name in (*LOWER, *FLOAT32.split()):
+        cast = _lowered if name in LOWER else widened
+        library.impl(name, autocast_kernel(name, "AutocastPrivateUse1", cast), "AutocastPrivateUse1")
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     return [others, library]
 
 
-def _cast_kernel(op: Any, lower: bool) -> Any:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(DEVICE.type) if lower else torch.float32
-
-        def cast(x: Any) -> Any:
-            eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-            return x.to(dtype) if eligible and x.device.type == DEVICE.type else x
-
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return op(*map_leaves(cast, args), **map_leaves(cast, kwargs))
-
-    return kernel
-
-
-AUTOCAST = _register_autocast()
+REGISTERED = _register()

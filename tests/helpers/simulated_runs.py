@@ -12,8 +12,8 @@ from eagleray.data.batch import Batch
 from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import World
 from eagleray.runs import pretrain, recipe
-from eagleray.runs.plan import resolve_paths
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import Tracking
 
 EVERY, SAVE = 4, 5  # steps between records and looks of the monitor, and between checkpoints: they wait

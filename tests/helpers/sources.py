@@ -12,8 +12,7 @@ from eagleray.data.decode import decode
 from eagleray.data.index import open_index
 from eagleray.datasets.catalogue import DATASETS, find
 from eagleray.datasets.sources.item import Item, Listing, table
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles, fetch
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles, fetch
 
 Images = dict[str, tuple[Any, int]]  # by key: bytes or pixels (H, W, 3), and the label
 Layout = Callable[[Path, str], Images]  # lays a folder out as a data set is downloaded; returns the images of a split

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from eagleray.cluster.spares import Line
+from eagleray.cluster.spares import WorkerLine
 
 
-def work(line: Line, attempt: int, why: str, folder: Path, rank: int, plan: dict[int, str]) -> None:
+def work(line: WorkerLine, attempt: int, why: str, folder: Path, rank: int, plan: dict[int, str]) -> None:
     """Note in the folder that an attempt has begun, then do what `plan` says for it; by default the rank is done."""
     deed = plan.get(attempt, "done")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) if deed == "with a child" else None

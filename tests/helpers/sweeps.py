@@ -14,8 +14,8 @@ from helpers.recipes import SMALL, small_recipe
 
 from eagleray import config
 from eagleray.runs import layout, recipe
-from eagleray.runs.histories import histories
-from eagleray.runs.plan import resolve_paths
+from eagleray.runs.bucket_files import histories
+from eagleray.runs.sources import resolve_paths
 from eagleray.storage import store
 from eagleray.sweeps.trial import Trial
 
@@ -110,7 +110,7 @@ def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, An
     file.write_text(SMALL)
     keys = [f"data.train={shards / 'train'}", "optim.epochs=1", "monitor.every=4", "checkpoint.steps=4"]
     r = resolve_paths(recipe.load(str(file), [*keys, "evaluate.probe_epochs=0", *more]))
-    shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "threads": 1}
+    shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "threads": 1, "command": "c"}
     return shared | {"folder": trials, "sweep": "sweep", "values": values, "recipe": config.to_plain(r)}
 
 
@@ -137,4 +137,8 @@ def accounted(uri: str, title: str, trials: int) -> list[Any]:
     assert parents[0].info.status == "FINISHED"
     files = {f.path for f in client.list_artifacts(parents[0].info.run_id)}
     assert {"best.yaml", "trials.csv", "keys.png", "parallel.png", "curves.png"} <= files
+    each = {f"best/{r.data.params['method.name']}" for r in children}
+    if len(each) > 1:
+        assert {"alternatives.csv", "alternatives.png"} <= files
+        assert each >= {name for name in parents[0].data.metrics if name.startswith("best/")} != set()
     return children

@@ -19,7 +19,6 @@ from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import Trainer
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
-from eagleray.protocols.catalogue import Knn
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.runs.build import build_method, build_optimizer
@@ -70,7 +69,7 @@ def accuracy(method: Method) -> float:
     images, label = pictures(IMAGES + 800)
     x = method.export().eval().pooled(images).float()
     train, test = (LabelledFeatures(x[at], label[at]) for at in (slice(IMAGES), slice(IMAGES, None)))
-    return float(knn(train, test, Knn(k=10, ks=())).numbers["knn/top1"])
+    return float(knn(train, test, k=10)["knn/top1"])
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])

@@ -22,7 +22,7 @@ from eagleray.models.backbone import Backbone, Features
 from eagleray.models.network import Network
 from eagleray.models.pixels import OURS, Pixels, conversion
 from eagleray.models.weights import Weights
-from eagleray.runs import start, teacher
+from eagleray.runs import start
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.recipe import Recipe
 
@@ -93,7 +93,7 @@ def test_a_teacher_s_weights_stay_and_its_colours_are_converted(
     for pixels in (Pixels((0.5,) * 3, (0.25, 0.5, 1.0)), None):
         given = Weights("x", trained.state_dict(), {}, pixels=pixels)
         monkeypatch.setattr(start, "weights_of", lambda *_, given=given: given)
-        teacher.teach(recipe, method)
+        start.teach(method, "x")
         assert all(torch.equal(v, trained.state_dict()[k]) for k, v in method.teacher.model.state_dict().items())
         want = conversion(pixels or OURS).float().view(2, 3, 1, 1)
         assert torch.equal(method.colours, want)

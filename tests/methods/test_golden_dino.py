@@ -12,9 +12,9 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.engine import loop, optim
 from eagleray.methods.dino import DINO
-from eagleray.models.backbone import resample
 from eagleray.models.ema import ema_update
 from eagleray.models.heads import PrototypeHead
+from eagleray.models.variants import resample
 
 EPOCH = 7  # steps in one; what moves between epochs is asked for inside them
 

@@ -82,6 +82,7 @@ def test_a_small_view_first_is_refused():
         ("views=[{size: 16}]", "views: got 1, but lejepa works with 2 to 100"),
     ],
 )
-def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_keys_are_one_line(shards: Path, key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (path := tmp_path / "small.yaml").write_text(small_recipe("lejepa"))
-    assert said in refused(capsys, "pretrain", str(path), "data.train=none", f"out={tmp_path / 'out'}", key)
+    data = f"data.train={shards / 'train'}"
+    assert said in refused(capsys, "pretrain", str(path), data, f"out={tmp_path / 'out'}", key)

@@ -16,7 +16,7 @@ from eagleray.data.batch import Batch
 from eagleray.methods import mae
 from eagleray.methods.mae import MAE, mae_loss, patchify, shuffle
 from eagleray.models.backbone import Backbone
-from eagleray.models.vit import sincos
+from eagleray.models.variants import sincos
 
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)
 CPU = torch.device("cpu")
@@ -170,9 +170,10 @@ def test_weights_are_initialised_as_the_authors_do():
         ("optim.beta2=1", "optim.beta2: input should be less than 1"),
     ],
 )
-def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_keys_are_one_line(shards: Path, key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (path := tmp_path / "small.yaml").write_text(small_recipe("mae"))
-    assert said in refused(capsys, "pretrain", str(path), "data.train=none", f"out={tmp_path / 'out'}", key)
+    data = f"data.train={shards / 'train'}"
+    assert said in refused(capsys, "pretrain", str(path), data, f"out={tmp_path / 'out'}", key)
 
 
 def test_other_backbones_are_refused():

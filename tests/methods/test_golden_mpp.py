@@ -148,9 +148,12 @@ def test_colours_are_learnt() -> None:
         ("backbone.options.global_pool=avg", "or has a layer after its pooling; expected a plain vision transformer"),
     ],
 )
-def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_keys_are_one_line(
+    shards: Path, key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (path := tmp_path / "small.yaml").write_text(small_recipe("mpp"))
-    assert said in refused(capsys, "pretrain", str(path), "data.train=none", f"out={tmp_path / 'out'}", key)
+    data = f"data.train={shards / 'train'}"
+    assert said in refused(capsys, "pretrain", str(path), data, f"out={tmp_path / 'out'}", key)
 
 
 def test_other_backbones_and_more_channels_are_refused() -> None:

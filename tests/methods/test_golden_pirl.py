@@ -150,9 +150,12 @@ def test_patches_must_fit_into_the_cells() -> None:
         ("views=[{size: 16}]", "views: got 1, but pirl works with 2"),
     ],
 )
-def test_wrong_keys_are_one_line(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_keys_are_one_line(
+    shards: Path, key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (path := tmp_path / "small.yaml").write_text(small_recipe("pirl"))
-    assert said in refused(capsys, "pretrain", str(path), "data.train=none", f"out={tmp_path / 'out'}", key)
+    data = f"data.train={shards / 'train'}"
+    assert said in refused(capsys, "pretrain", str(path), data, f"out={tmp_path / 'out'}", key)
 
 
 def test_without_allocate_it_says_so() -> None:

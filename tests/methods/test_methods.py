@@ -17,7 +17,8 @@ from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import Trainer
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
-from eagleray.runs.build import build_method, build_optimizer, check_method
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.checks import check_method
 from eagleray.runs.method_checks import check_resume, difference, rehearse
 from eagleray.runs.recipe import Recipe
 

@@ -27,9 +27,9 @@ from eagleray.methods.drloc import DRLoc
 from eagleray.methods.supervised import Supervised
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.classifier import accuracies, classifier
-from eagleray.runs.build import check_method
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.checks import check_method, make_plan
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.sources import resolve_paths
 from eagleray.views.mixing import Mixing
 
 CLASSES = 20  # of the drawn pictures

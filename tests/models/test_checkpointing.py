@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
+from eagleray.models.batch_norm import group_batch_norms, sync_batch_norms
 from eagleray.models.checkpointing import checkpoint_blocks
-from eagleray.models.shuffle_bn import group_batch_norms
 from eagleray.models.stages import blocks
-from eagleray.models.sync_bn import sync_batch_norms
 
 DEVICE = torch.device("cpu")
 VIT = KINDS["vit_tiny_patch16_224"] | {"depth": 4}

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagleray.models import backbone as module
 from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import checkpoint_blocks
-from eagleray.models.class_token import class_token_pooled
+from eagleray.models.tokens import class_token_pooled
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy
-from eagleray.models.masking import allow_dropping, keep_patches
+from eagleray.models.tokens import allow_dropping, keep_patches
 
 KINDS = {"class token": {}, "mean": {"pool": "mean"}, "batch norm": {"norm": "batch"}, "dino": {"position": "dino"}}
 

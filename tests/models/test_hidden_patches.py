@@ -8,7 +8,7 @@ from helpers.golden_cases import vit
 from torch import Tensor
 
 from eagleray.models.backbone import Backbone
-from eagleray.models.packing import Hidden, maskable, packable
+from eagleray.models.tokens import Hidden, maskable, packable
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

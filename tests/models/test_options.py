@@ -1,12 +1,13 @@
 """The options of a backbone are names of arguments and values, never code, files or addresses."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from eagleray.base.errors import UserError
-from eagleray.engine.export import call_expression, load_call, to_timm
+from eagleray.engine.export import snippet, to_timm
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 
@@ -33,18 +34,16 @@ def test_an_option_that_is_no_argument_is_refused(name: str, tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_a_description_is_not_run_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """backbone.json comes with a file of weights from anywhere; its line is printed for the user to paste."""
-    value = "'); open('pwned', 'w').write('x'); ('"
-    monkeypatch.chdir(tmp_path)
-    call = load_call({"timm": value, "options": {"img_size": [value]}}, Path(f"{value}.safetensors"))
-    line = ast.unparse(call_expression(**call))
-    tree = ast.parse(line, mode="eval").body
+@pytest.mark.parametrize(("description", "source"), [("timm", "local-dir:{}"), ("backbone", "{}/backbone.safetensors")])
+def test_the_line_that_loads_an_export_is_one_call(description: str, source: str, tmp_path: Path):
+    """The line is printed for the user to paste; what describes the model comes from anywhere and stays in its file."""
+    folder = tmp_path / "'); open('pwned', 'w').write('x'); ('"
+    folder.mkdir()
+    (folder / "backbone.json").write_text(json.dumps({description: "'); open('pwned', 'w').write('x'); ('"}))
+    tree = ast.parse(snippet(folder), mode="eval").body
     assert isinstance(tree, ast.Call)
     assert [node for node in ast.walk(tree) if isinstance(node, ast.Call)] == [tree]
-    assert ast.literal_eval(tree.args[0]) == value
-    with pytest.raises(UserError, match="is no option"):
-        load_call({"timm": "vit_tiny_patch16_224", "options": {"x=open('pwned'), y": 1}}, Path("a"))
+    assert ast.literal_eval(tree.args[0]) == source.format(folder)
 
 
 def test_an_export_with_odd_values_is_loaded_and_compared(tmp_path: Path):

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from eagleray.models import backbone as module
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.micro_batch import micro_batched
-from eagleray.models.packing import drop_factors, of_tokens, packable
+from eagleray.models.checkpointing import micro_batched
+from eagleray.models.tokens import drop_factors, of_tokens, packable
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2}
 SIZES = (32, 16)

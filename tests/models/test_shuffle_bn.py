@@ -17,9 +17,8 @@ from eagleray.methods.detco import DetCo
 from eagleray.methods.instloc import InstLoc
 from eagleray.methods.moco import MoCo
 from eagleray.models.backbone import Backbone
+from eagleray.models.batch_norm import GroupedBatchNorm, count_images, group_batch_norms, shuffle, sync_batch_norms
 from eagleray.models.checkpointing import checkpoint_blocks
-from eagleray.models.shuffle_bn import GroupedBatchNorm, count_images, group_batch_norms, shuffle
-from eagleray.models.sync_bn import sync_batch_norms
 
 HIDDEN = {MoCo: {"hidden": 16}, DenseCL: {"hidden": 16}, InstLoc: {"hidden": 16}}
 AT = Progress(step=3, steps_per_epoch=10, epochs=2)

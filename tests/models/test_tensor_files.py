@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eagleray.base.errors import UserError
-from eagleray.models.tensor_files import bare, load_tensors, mappings
-from eagleray.models.weights import Report, fill, from_tensors
+from eagleray.models.tensor_files import load_tensors, mappings, unwrap_name
+from eagleray.models.weights import FillReport, fill, from_tensors
 from eagleray.runs.start import weights_of
 
 State = dict[str, Tensor]
@@ -126,7 +126,7 @@ def stored(folder: Path, content: Any, name: str = "file.pth", **keys: Any) -> P
     return folder / name
 
 
-def read(file: Path) -> tuple[State, Report]:
+def read(file: Path) -> tuple[State, FillReport]:
     ours = network()
     report = fill(ours, from_tensors(str(file), load_tensors(file)), whole=True)
     return ours.model.state_dict(), report
@@ -221,9 +221,11 @@ def as_read(data: bytes) -> State:
 
 
 def test_wrappers_are_no_part_of_a_name_wherever_they_stand():
-    assert bare("module._orig_mod.blocks.0._checkpoint_wrapped_module.norm.weight") == "blocks.0.norm.weight"
-    assert bare("_fsdp_wrapped_module.module.module.a") == "a"
-    assert bare("modules.my_module.module") == "modules.my_module.module", "no wrapper is the last part of a name"
+    assert unwrap_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.norm.weight") == "blocks.0.norm.weight"
+    assert unwrap_name("_fsdp_wrapped_module.module.module.a") == "a"
+    assert unwrap_name("modules.my_module.module") == "modules.my_module.module", (
+        "no wrapper is the last part of a name"
+    )
 
 
 def test_a_model_with_the_name_of_a_wrapper_among_its_own_is_read(tmp_path: Path):

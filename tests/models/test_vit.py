@@ -13,8 +13,8 @@ import eagleray
 from eagleray.base.errors import UserError
 from eagleray.engine.export import snippet, to_timm
 from eagleray.models.backbone import Backbone
+from eagleray.models.batch_norm import PortableSyncBatchNorm, sync_batch_norms
 from eagleray.models.network import Network
-from eagleray.models.sync_bn import PortableSyncBatchNorm, sync_batch_norms
 
 NAME = "vit_small_patch16_224"
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}

@@ -18,7 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint
 from eagleray.models.backbone import Backbone
 from eagleray.models.pixels import OURS
-from eagleray.models.resample import TABLE
+from eagleray.models.readings import TABLE
 from eagleray.models.weights import fill
 from eagleray.runs import recipe, sources
 from eagleray.runs.build import build_backbone, build_method
@@ -246,10 +246,8 @@ def test_a_method_is_built_on_the_weights_and_its_copies_follow(tmp_path: Path):
     theirs = network(seed=1)
     (tmp_path / "small.yaml").write_text(small_recipe("mocov3"))
     r = recipe.load(str(tmp_path / "small.yaml"))
-    fresh, method = (
-        build_method(r),
-        build_method(r, pretrained(stored(tmp_path, theirs.model.state_dict()))),
-    )
+    given = pretrained(stored(tmp_path, theirs.model.state_dict()))
+    fresh, method = build_method(r), build_method(r, lambda backbone: fill(backbone, given))
     assert same(theirs, method.export())
     assert same(theirs, method.momentum_encoder.backbone)
     assert same(fresh.predictor, method.predictor), "what is not loaded starts as ever"
@@ -299,11 +297,11 @@ def test_timms_weights_take_our_colours(tiny_pretrained: nn.Module, tmp_path: Pa
     begun = build_started(r, 8)
     with torch.no_grad():
         want = tiny_pretrained.eval().forward_head(tiny_pretrained.forward_features(theirs), pre_logits=True)
-        for method in build_method(r, given), begun.method:
+        for method in build_method(r, lambda backbone: fill(backbone, given)), begun.method:
             for backbone in method.export(), method.momentum_encoder.backbone:
                 features = backbone.eval().pooled((images - mean) / std)
                 torch.testing.assert_close(features, want, rtol=0, atol=1e-5)
-    assert "warning" not in "\n".join(begun.lines())
+    assert "warning" not in "\n".join(begun.notes[0].lines)
 
 
 def test_a_name_without_weights_is_refused():

@@ -12,10 +12,10 @@ from eagleray.data.index import Index, open_index
 from eagleray.datasets import card
 from eagleray.datasets.shapes import image
 from eagleray.datasets.shards import Sample, encode, write_shards
-from eagleray.protocols.class_names import check_class_names, class_names
-from eagleray.protocols.probes import ProbeSets
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.protocols.probes import ProbeSets, check_class_names, class_names
+from eagleray.runs.checks import make_plan
 from eagleray.runs.recipe import load
+from eagleray.runs.sources import resolve_paths
 
 
 def photos(folder: Path, *names: str) -> Index:

@@ -21,7 +21,7 @@ from eagleray.models.backbone import Backbone, Features
 from eagleray.models.network import Network
 from eagleray.protocols import correspondence as module
 from eagleray.protocols.catalogue import Correspondence
-from eagleray.protocols.correspondence import correspondence, matches, scores, views
+from eagleray.protocols.correspondence import correspondence, matches, pairs_of, scores, views
 from eagleray.protocols.settings import Evaluate
 from eagleray.views.photometric import per_channel
 
@@ -54,7 +54,7 @@ def test_patches_that_are_mirrored_are_found(grid: tuple[int, int]):
 def test_a_backbone_that_knows_the_place_and_not_the_content_is_wrong_but_in_the_middle(grid: tuple[int, int]):
     h, w = grid
     own, size = torch.eye(h * w), (64, 96)
-    x = np.arange(min(h * w, 10)) % w  # all cosines are 1: the first ten count
+    x = np.arange(pairs_of(h * w)) % w  # all cosines are 1: the first ones count
     accuracy, error = scores(own, own, grid, size).tolist()
     assert accuracy == pytest.approx((2 * x == w - 1).mean())
     assert error == pytest.approx(np.abs(w - 1 - 2 * x).mean() * size[1] / w)

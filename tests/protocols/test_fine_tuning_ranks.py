@@ -85,7 +85,7 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path):
     one = segment(folder, tmp_path / "1")
     before = weights(tmp_path / "1")
     for ranks in (2, 3):
-        first, *others = on_ranks(ranks, segment, tmp_path, folder, tmp_path / str(ranks), start="forkserver")
+        first, *others = on_ranks(ranks, segment, tmp_path, folder, tmp_path / str(ranks))
         assert all(other.numbers == {} for other in others)
         assert first.numbers == pytest.approx(one.numbers)
         for ours, theirs in zip(first.pictures, one.pictures, strict=True):
@@ -118,8 +118,8 @@ def test_a_training_continues_on_another_number_of_ranks(tmp_path: Path):
     segment(folder, tmp_path / "whole")
     for before, after in ((2, 1), (1, 3)):
         out = tmp_path / f"{before}-{after}"
-        assert on_ranks(before, segment, tmp_path, folder, out, STEPS, 3, start="forkserver")[0].numbers == {}
-        again = on_ranks(after, segment, tmp_path, folder, out, start="forkserver")[0]
+        assert on_ranks(before, segment, tmp_path, folder, out, STEPS, 3)[0].numbers == {}
+        again = on_ranks(after, segment, tmp_path, folder, out)[0]
         assert f"segmentation: continues after step 2 of {STEPS}" in again.settings["notes"]
         for name, x in weights(out).items():
             torch.testing.assert_close(x, weights(tmp_path / "whole")[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -161,7 +161,7 @@ def test_a_detector_is_trained_and_tested_by_ranks_together(settings: dict[str, 
     folder = coco(tmp_path / "set", count=3)
     schedule = folder / "schedule.yaml"
     schedule.write_text(json.dumps(json.loads(schedule.read_text()) | settings))
-    (first, weight), (second, same) = on_ranks(2, detect, tmp_path, folder, tmp_path / "out", start="forkserver")
+    (first, weight), (second, same) = on_ranks(2, detect, tmp_path, folder, tmp_path / "out")
     assert weight == same
     assert (second.numbers, second.pictures) == ({}, ())
     picture = first.pictures[0].read_bytes()

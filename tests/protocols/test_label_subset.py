@@ -8,7 +8,7 @@ from helpers import labelled_images
 
 from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
-from eagleray.protocols.label_subset import balanced, choose
+from eagleray.protocols.crop_training import balanced, choose
 from eagleray.protocols.probes import ProbeSets
 
 

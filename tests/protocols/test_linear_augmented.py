@@ -17,9 +17,9 @@ from torchvision import transforms as T
 from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols import augmented_batches, fine_tuning
-from eagleray.protocols.augmented_batches import AugmentedBatches
-from eagleray.protocols.catalogue import Linear, LinearAugmented
+from eagleray.protocols import crop_training, fine_tuning
+from eagleray.protocols.catalogue import LinearAugmented
+from eagleray.protocols.crop_training import AugmentedBatches
 from eagleray.protocols.features import extract_pooled
 from eagleray.protocols.linear import linear
 from eagleray.protocols.linear_augmented import linear_augmented
@@ -55,7 +55,7 @@ def backbone() -> Backbone:
 
 @pytest.fixture(autouse=True)
 def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(augmented_batches, "processes", lambda *_: 0)
+    monkeypatch.setattr(crop_training, "processes", lambda *_: 0)
 
 
 def probe(folder: Path, out: Path, settings: dict[str, Any], stop: int = 0) -> Outcome:
@@ -70,7 +70,7 @@ def probe(folder: Path, out: Path, settings: dict[str, Any], stop: int = 0) -> O
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fine_tuning, "SAVE_SECONDS", -1.0)
         patch.setattr(fine_tuning, "LINES", 10**9)
-        patch.setattr(augmented_batches, "processes", lambda *_: 0)  # in new processes, too
+        patch.setattr(crop_training, "processes", lambda *_: 0)  # in new processes, too
         try:
             outcome = linear_augmented(
                 backbone(), sets(folder), LinearAugmented(**{**PROBE, **settings}), Workspace(out, note)
@@ -134,7 +134,7 @@ def test_accuracies_are_those_of_a_plain_loop_and_not_those_of_centre_crops(fold
     parts = ((some.train, some.train_samples), (some.test, some.test_samples))
     train, test = (extract_pooled(net, *part, size=SIZE, resize=RESIZE) for part in parts)
     settings: dict[str, Any] = {name: MANY[name] for name in ("epochs", "batch", "rates")}
-    cached = linear(*renumber(train, test, CPU), Linear(**settings, scaled=False)).numbers["linear/top1"]
+    cached = linear(*renumber(train, test, CPU), **settings, scaled=False)["linear/top1"]
     assert abs(cached - np.mean([numbers["linear_augmented/top1"] for numbers in ours])) > 1, (cached, ours)
 
 
@@ -153,7 +153,7 @@ def test_ranks_learn_what_one_process_learns(folder: Path, tmp_path: Path):
     """Batches that do not divide evenly; of several rates one is picked. A stop in the middle of the second epoch
     changes nothing either, nor another number of ranks after it."""
     one = probe(folder, tmp_path / "1", SHORT)
-    first, second = on_ranks(2, probe, tmp_path, folder, tmp_path / "2", SHORT, start="forkserver")
+    first, second = on_ranks(2, probe, tmp_path, folder, tmp_path / "2", SHORT)
     assert first.numbers == second.numbers == pytest.approx(one.numbers, abs=0.2)
     same_heads(tmp_path / "1", tmp_path / "2")
     assert probe(folder, tmp_path / "3", SHORT, stop=7).numbers == {}

@@ -59,7 +59,7 @@ def test_ranks_find_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(logistic_shards, "ROWS", 50)
     monkeypatch.setattr(protocol, "ITERATIONS", 30)  # fits that are ended early are equal too
     one = measure()
-    for part in on_ranks(3, measure, tmp_path):
+    for part in on_ranks(3, measure, tmp_path, start="fork"):
         for name, (numbers, settings) in part.items():
             assert numbers == pytest.approx(one[name][0]), name
             assert settings == one[name][1]

@@ -13,7 +13,6 @@ from eagleray.base.errors import UserError
 from eagleray.data.index import open_index
 from eagleray.evaluation.registry import PROTOCOLS
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.catalogue import Knn, Linear
 from eagleray.protocols.features import (
     Extracted,
     FrozenFeatures,
@@ -31,8 +30,8 @@ from eagleray.protocols.settings import Evaluate
 
 
 @pytest.mark.parametrize("protocol", [
-    lambda a, b: knn(a, b, Knn(k=10)).numbers["knn/top1"],
-    lambda a, b: linear(a, b, Linear(epochs=20)).numbers["linear/top1"],
+    lambda a, b: knn(a, b, k=10)["knn/top1"],
+    lambda a, b: linear(a, b, epochs=20)["linear/top1"],
 ])  # fmt: skip
 def test_classes_that_are_apart_are_told_apart(protocol):
     assert protocol(clusters(500, spread=0.1, seed=0), clusters(100, spread=0.1, seed=1)) == 100
@@ -43,7 +42,7 @@ def test_classes_that_are_apart_are_told_apart(protocol):
 def test_the_probe_picks_its_rate_without_the_test_set():
     train, test = clusters(500, spread=2.0, seed=0), clusters(200, spread=2.0, seed=1)
     flipped = LabelledFeatures(test.x, (test.y + 1) % 5)
-    rates = [linear(train, x, Linear(epochs=5)).numbers["linear/lr"] for x in (test, flipped)]
+    rates = [linear(train, x, epochs=5)["linear/lr"] for x in (test, flipped)]
     assert rates[0] == rates[1]
 
 
@@ -51,7 +50,7 @@ def test_few_images_pick_a_rate_too():
     """One of nine is held out: with none, the accuracies were no numbers, and the first rate was taken."""
     train, test = clusters(9, spread=0.1, seed=0), clusters(50, spread=0.1, seed=1)
     orders = (1e-9, 100.0), (100.0, 1e-9)
-    picked = [linear(train, test, Linear(epochs=20, seed=2, rates=rates)).numbers["linear/lr"] for rates in orders]
+    picked = [linear(train, test, epochs=20, seed=2, rates=rates)["linear/lr"] for rates in orders]
     assert picked == [100.0, 100.0]
     assert len(Split.of(clusters(29, spread=0.1, seed=0), test, scaled=True, seed=0).validation.rows) == 2
     with pytest.raises(UserError, match=r"^linear: 1 training image\(s\); expected two or more"):
@@ -93,9 +92,7 @@ def test_a_run_records_what_the_protocols_measure(shards: Path):
     train = extract_pooled(backbone, index, sets.train_samples, size=16, resize=16)
     test = extract_pooled(backbone, sets.test, sets.test_samples, size=16, resize=16)
     train, test = renumber(train, test, torch.device("cpu"))
-    expected = (
-        knn(train, test, Knn(k=7, ks=(), temperature=0.1)).numbers | linear(train, test, Linear(epochs=4)).numbers
-    )
+    expected = knn(train, test, k=7, temperature=0.1) | linear(train, test, epochs=4)
     assert evaluate(backbone, sets, settings) == {key: expected[key] for key in RECORDED}
     again = evaluate(backbone, sets, settings, protocols=("knn",))
     assert again == {key: expected[key] for key in RECORDED if key.startswith("knn/")}

@@ -10,9 +10,8 @@ import torch
 from helpers.features import clusters
 
 from eagleray.base import dist
-from eagleray.protocols.catalogue import Knn, Linear
-from eagleray.protocols.feature_shards import BATCH, Shard, own_samples
-from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.features import LabelledFeatures, Shard, own_samples
+from eagleray.protocols.image_batches import BATCH
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import linear
 from eagleray.protocols.probes import renumber
@@ -40,11 +39,11 @@ def _measure(rank: int, ranks: int, store: Path, queue: Any) -> None:
     shares = [own_samples(np.arange(len(s.y))) for s in sets()]
     train, test = divided(len(sets()[0].y))
     few = divided(BATCH)  # one rank has them all
-    of_few = knn(*few, Knn(k=7, ks=())).numbers | linear(*few, Linear(epochs=1, scaled=True)).numbers
+    of_few = knn(*few, k=7) | linear(*few, epochs=1, scaled=True)
     shard = Shard.of(len(train.y))
-    numbers = knn(train, test, Knn(k=7, ks=(1, 5, 2000))).numbers
-    half = knn(LabelledFeatures(train.x.bfloat16(), train.y), test, Knn(ks=())).numbers
-    probe = linear(train, test, Linear(epochs=3)).numbers
+    numbers = knn(train, test, k=7, ks=(1, 5, 2000))
+    half = knn(LabelledFeatures(train.x.bfloat16(), train.y), test)
+    probe = linear(train, test, epochs=3)
     assert torch.equal(shard.read(train.x, 250, 600), sets()[0].x[250:600])
     error = ""
     try:

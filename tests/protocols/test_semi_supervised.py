@@ -10,7 +10,7 @@ from helpers.ranks import on_ranks
 
 from eagleray.data.index import open_index
 from eagleray.models.backbone import Backbone
-from eagleray.protocols import augmented_batches, fine_tuning
+from eagleray.protocols import crop_training, fine_tuning
 from eagleray.protocols.catalogue import SemiSupervised
 from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import Workspace
@@ -47,7 +47,7 @@ def tune(folder: Path, out: Path, stop: int = 0) -> tuple[dict[str, float], list
     assert sets is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fine_tuning, "SAVE_SECONDS", -1.0)
-        patch.setattr(augmented_batches, "processes", lambda *_: 0)
+        patch.setattr(crop_training, "processes", lambda *_: 0)
         try:
             return dict(
                 semi_supervised(frozen_resnet(), sets, SemiSupervised(**SETTINGS), Workspace(out, note)).numbers
@@ -68,7 +68,7 @@ def test_the_whole_network_learns_the_same_on_ranks_and_after_a_stop(folder: Pat
     assert numbers.keys() == {"semi_supervised/top1", "semi_supervised/top5"}
     after, [name, stem] = weights(tmp_path / "1"), next(frozen_resnet().named_parameters())
     assert not torch.equal(stem, after[f"backbone.{name}"])
-    first, second = on_ranks(2, tune, tmp_path, folder, tmp_path / "2", start="forkserver")
+    first, second = on_ranks(2, tune, tmp_path, folder, tmp_path / "2")
     assert first[0] == second[0] == pytest.approx(numbers, abs=3.5)  # an image or two of 60
     for name, x in weights(tmp_path / "2").items():
         torch.testing.assert_close(x, after[name], rtol=1e-2, atol=1e-4, msg=name)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.run_folder import SUMMARY, write_run
 
-from eagleray.reports import cost
+from eagleray.reports import compare
 from eagleray.reports.read import Run, read
 
 GIVEN = {"architecture": "1", "data": {}, "data_digest": "", "date": "2026-11-21", "seconds": 1.0, "untrained": False}
@@ -37,7 +37,7 @@ def runs(tmp_path: Path) -> dict[str, Run]:
 
 
 def words(runs: dict[str, Run], folder: Path) -> dict[str, str]:
-    pictures = [p.alt.partition(": ") for p in cost.accuracy_over_cost(runs, folder)]
+    pictures = [p.alt.partition(": ") for p in compare.accuracy_over_cost(runs, folder)]
     return {title: text for title, _, text in pictures}
 
 
@@ -67,7 +67,7 @@ def test_accuracies_of_other_settings_are_not_in_one_plot(runs: dict[str, Run], 
 
 
 def test_hours_are_those_of_all_workers(runs: dict[str, Run]):
-    [table] = cost.hours(runs)
+    [table] = compare.hours(runs)
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["Run"], row["Device"], row["Workers"]) == ("small", "CPU", 2)
     assert (row["Hours"], row["Worker hours"]) == (0.02, 0.04)
@@ -76,5 +76,5 @@ def test_hours_are_those_of_all_workers(runs: dict[str, Run]):
 
 
 def test_a_run_that_is_not_done_has_no_hours_yet(tmp_path: Path):
-    assert cost.hours({"a": read(str(write_run(tmp_path / "a", summary=None)))}) == []
-    assert len(cost.hours({"b": read(str(write_run(tmp_path / "b", summary=SUMMARY)))})) == 1
+    assert compare.hours({"a": read(str(write_run(tmp_path / "a", summary=None)))}) == []
+    assert len(compare.hours({"b": read(str(write_run(tmp_path / "b", summary=SUMMARY)))})) == 1

@@ -12,7 +12,7 @@ from helpers.run_folder import SUMMARY, records, write_run
 from helpers.walks import check_all
 
 from eagleray.base.files import JsonLines, read_history
-from eagleray.reports import compare, cost, listing, sections
+from eagleray.reports import compare, listing, sections
 from eagleray.reports.read import read
 from eagleray.runs import layout, plots
 from eagleray.runs.summary import finished
@@ -62,7 +62,7 @@ def read_everything(run: Path) -> None:
     sections.results(found)
     sections.times(found)
     compare.results({"a": found, "b": found})
-    cost.hours({"a": found})
+    compare.hours({"a": found})
     plots.read(run)
     finished(run)
     listing.list_runs(str(run.parent), "knn/top1")

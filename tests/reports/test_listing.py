@@ -72,6 +72,19 @@ def test_the_command_prints_a_table_and_json(folder: Path) -> None:
     assert [r["name"] for r in json.loads(done.output)] == ["deep/new", "none", "old"]
 
 
+def test_a_run_without_knn_shows_its_loss(folder: Path) -> None:
+    metrics = folder / "none" / "metrics.jsonl"
+    metrics.write_text(
+        "".join(json.dumps({"step": i, "loss": loss}) + "\n" for i, loss in enumerate((4.0, 2.5, 3.0), 1))
+    )
+    rows = [line.split() for line in CliRunner().invoke(main.app, ["runs", str(folder)]).output.splitlines()]
+    assert [row[0] for row in rows] == ["RUN", "deep/new", "none", "old"]
+    assert rows[2][-6:-2] == ["loss", "2.5", "loss", "3"]
+    assert "loss" not in rows[1] + rows[3]
+    asked = CliRunner().invoke(main.app, ["runs", str(folder), "--metric", "knn"]).output
+    assert "loss" not in asked
+
+
 def test_a_damaged_run_does_not_hide_the_others(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "old" / "summary.json").write_text("{")
     found = {run.name: run for run in list_runs(str(folder), "knn/top1")}

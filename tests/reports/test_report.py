@@ -24,7 +24,7 @@ from eagleray.cli import main
 from eagleray.reports import page, plots, sections, write
 from eagleray.reports.read import names, read
 from eagleray.runs import layout
-from eagleray.runs.histories import GROWING
+from eagleray.runs.bucket_files import GROWING
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
@@ -171,6 +171,12 @@ def test_pictures_say_what_they_show(make: Make, drawn: None):
     assert len(found.images) == len(list((folder / "report").glob("*.png"))) == 7
     assert all(image["alt"] for image in found.images)
     assert "loss from 4.9 at step 10 to 3 at step 200" in found.below["Curves"]
+
+
+def test_a_run_shows_the_nearest_of_its_own_images(make: Make, drawn: None):
+    folder = make()
+    Image.new("RGB", (64, 48), "red").save(folder / "neighbours.png")
+    assert "images of its evaluation, each with those nearest to it" in reported(folder).below["Pictures"]
 
 
 def test_what_others_wrote_is_text(make: Make):
@@ -413,7 +419,7 @@ def test_a_sweep_has_its_trials_and_pictures(tmp_path: Path, make: Make):
     found = reported(folder)
     assert set(found.below) == {"Trials", "Pictures", "Sweep"}
     assert [found.rows[f"00{i}"][3] for i in range(3)] == [30.25, 41.5, 20.75]
-    assert len(found.images) == 3
+    assert len(found.images) == 4
     assert 41.5 in found.numbers
     (folder / "trials.jsonl").unlink()
     assert set(reported(folder).below) == {"Sweep"}

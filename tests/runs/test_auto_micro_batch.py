@@ -13,7 +13,7 @@ from eagleray.api.pretrain import pretrain
 from eagleray.config.schedule import Progress
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
-from eagleray.runs import auto_micro_batch as auto
+from eagleray.runs import memory as auto
 from eagleray.runs.build import build_method
 from eagleray.runs.recipe import Recipe
 

@@ -22,7 +22,7 @@ from eagleray.data.decode import decode
 from eagleray.engine.export import read_export
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import check_method
+from eagleray.runs.checks import check_method
 
 pytestmark = pytest.mark.usefixtures("untracked_runs")
 KEYS = ("optim.batch=24", "optim.epochs=4", "evaluate.probe_epochs=1", "checkpoint.steps=2")

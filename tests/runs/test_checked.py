@@ -1,6 +1,6 @@
 """What a run was checked for, how often, and what could not be."""
 
-from eagleray.runs.checked import checked
+from eagleray.runs.health import checked
 
 LOOK = {"lr": 1.0, "health/update": 1e-3, "health/input_mean": 0.0, "health/input_std": 1.0, "health/growth": 1.0}
 LOOK |= {"health/projector_std": 1.0, "health/projector_rank": 20.0, "health/uniformity": -2.0}

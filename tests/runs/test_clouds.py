@@ -15,7 +15,7 @@ from eagleray.data.index_file import NAME
 from eagleray.datasets.shards import Sample, write_shards
 from eagleray.engine import checkpoint
 from eagleray.runs import recipe as recipes
-from eagleray.runs.plan import resolve_paths
+from eagleray.runs.sources import resolve_paths
 from eagleray.storage import store
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -35,7 +35,7 @@ def run(recipe: Path, shards: Path, out: str | Path, *keys: str, train: str = ""
 
 
 def test_a_run_from_any_store_is_that_from_a_folder(cloud: Cloud, small: Path, shards: Path, tmp_path: Path) -> None:
-    """With loader processes, which are forked after their parent has read from the store."""
+    """With loader processes, which have connections of their own."""
     tars = sorted(p.name for p in (shards / "train").glob("*.tar"))
     for name in tars:
         for bucket in ("data", "web"):

@@ -10,10 +10,11 @@ import pytest
 
 from eagleray.base import files
 from eagleray.base.errors import Busy, UserError
-from eagleray.runs import layout, layout_of_sweep, run_store
+from eagleray.runs import layout, run_store
 from eagleray.runs.command import hold
 from eagleray.runs.run_store import RunStore
-from eagleray.runs.stop_signal import StopRequest, StopSignal
+from eagleray.runs.stop_request import StopRequest
+from eagleray.runs.stop_signal import StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_a_run_is_not_written_into_the_folder_of_a_sweep(folder: str, tmp_path: 
     monkeypatch.setattr(
         RunStore, "get", lambda self, name: (kept / name).read_text() if (kept / name).exists() else None
     )
-    for name in (layout_of_sweep.ROWS, layout.ENVIRONMENT):
+    for name in (layout.SWEEP_ROWS, layout.ENVIRONMENT):
         (kept / name).write_text("")
     before = snapshot(tmp_path)
     with pytest.raises(UserError, match=rf"^out={out}: holds a sweep; give another out=$"):

@@ -8,7 +8,7 @@ from helpers.runs import FAST, arguments, assert_same, split, weights
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
-from eagleray.models import masking
+from eagleray.models import tokens
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -19,9 +19,9 @@ def test_a_student_sees_some_patches_first_and_its_teacher_all_and_a_stop_change
     once, twice = tmp_path / "once", tmp_path / "twice"
     keys = ["backbone.options.patch_size=4", "curriculum=[{until: 0.5, keep: 0.5}]", "workers=0", *FAST]
     shares: list[tuple[int, float]] = []
-    keep = masking.keep_patches
+    keep = tokens.keep_patches
     monkeypatch.setattr(
-        masking, "keep_patches", lambda model, share: [shares.append((id(model), share)), keep(model, share)]
+        tokens, "keep_patches", lambda model, share: [shares.append((id(model), share)), keep(model, share)]
     )
     pretrain(*split(arguments(small_dino, shards, once, "max_steps=13", *keys)))
     assert [share for _, share in shares] == [0.5] * 10 + [1.0] * 3  # an epoch has ten steps

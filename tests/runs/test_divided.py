@@ -10,12 +10,21 @@ from helpers.recipes import small_recipe
 from eagleray.runs import accelerators
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
-from eagleray.runs.divided import GATHERED, divided, divisible, gathered
-from eagleray.runs.forecast import Data, forecast, remedies, target_of
+from eagleray.runs.forecast import TrainingSet, devices_of, forecast, remedies
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.step_trace import GRADIENTS, MOMENTS, TEACHER, WEIGHTS, trace_step
+from eagleray.runs.step_trace import (
+    GATHERED,
+    GRADIENTS,
+    MOMENTS,
+    TEACHER,
+    WEIGHTS,
+    divided,
+    divisible,
+    gathered,
+    trace_step,
+)
 
-DATA = Data(100_000, 1e5)
+DATA = TrainingSet(100_000, 1e5)
 
 
 @pytest.fixture
@@ -24,7 +33,7 @@ def dino() -> Recipe:
 
 
 def test_each_rank_has_its_share_and_what_is_gathered(dino: Recipe) -> None:
-    whole = trace_step(dino, ranks=4, dataset=1000, dtype=torch.bfloat16)
+    whole = trace_step(dino, ranks=4, dataset=1000, dtype=torch.bfloat16, gpu=True)
     parts = divided(dino, whole, 4)
     for kind in (WEIGHTS, TEACHER, GRADIENTS, MOMENTS):
         assert parts.memory[kind] == pytest.approx(whole.memory[kind] / 4, abs=1)
@@ -47,10 +56,10 @@ def test_all_but_the_blocks_is_gathered_and_two_of_them(dino: Recipe) -> None:
 def test_a_plan_with_divided_weights_needs_less_and_is_named(dino: Recipe) -> None:
     options = {"embed_dim": 192, "depth": 4, "num_heads": 3, "patch_size": 8, "img_size": 16}
     large = replace(dino, backbone=replace(dino.backbone, options=options))
-    target = target_of("h100", accelerators.find("h100"), 8)
+    target = devices_of("h100", accelerators.find("h100"), 8)
     whole, less = forecast(large, target, DATA), forecast(replace(large, parallel="fsdp"), target, DATA)
     assert less.memory_needed < whole.memory_needed
     tight = replace(target, memory=less.memory_needed + 1)
-    assert any(keys == {"parallel": "fsdp"} for keys, _ in remedies(large, tight, DATA))
+    assert any(keys == {"parallel": "fsdp"} for keys, _ in remedies(replace(whole, devices=tight)))
     assert divisible(large)
     assert not divisible(replace(large, parallel="fsdp"))

@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_look_for_the_untrained_scores_leaves_no_other_waitin
             return str(e)
         return "nothing"
 
-    assert on_ranks(2, work, tmp_path) == [
+    assert on_ranks(2, work, tmp_path, start="fork") == [
         "[Errno 5] Input/output error",
         "rank 0: OSError: [Errno 5] Input/output error",
     ]

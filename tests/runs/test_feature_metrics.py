@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, spread, uniformity
+from eagleray.runs.monitor import alignment, distance, effective_rank, input_moments, spread, uniformity
 
 N, C = 400, 16
 

@@ -8,7 +8,8 @@ import pytest
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.runs import fit, recipe
-from eagleray.runs.plan import make_plan, resolve_paths
+from eagleray.runs.checks import make_plan
+from eagleray.runs.sources import resolve_paths
 
 BASES = ["dino_vits16_in1k_ep100", "moco_resnet50_in1k_ep200", "mocov3_vits16_in1k_ep300", "moby_swint_in1k_ep300"]
 
@@ -19,7 +20,7 @@ def values(base: str, images: int, **given: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8])
-@pytest.mark.parametrize("images", [100, 2_000, 60_000, 20_000_000])
+@pytest.mark.parametrize("images", [300, 2_000, 60_000, 20_000_000])
 def test_values_fit_the_images_and_each_other(base: str, gpus: int, images: int):
     changed = values(base, images, gpus=gpus)
     r = recipe.load(base, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
@@ -48,7 +49,7 @@ def test_schedules_fit_the_length_of_the_run():
     assert drops == {"value": 0.03, "drops": [480, 640]}
     assert values("dino_vits16_in1k_ep100", 20_000_000, gpus=8)["optim.lr"]["warmup"] == 2.5  # type: ignore[index]
     assert "method.momentum" not in values("dino_vits16_in1k_ep100", 20_000)
-    slow = values("moco_resnet50_in1k_ep200", 100)["method.momentum"]
+    slow = values("moco_resnet50_in1k_ep200", 256)["method.momentum"]
     assert 0.99 < slow["value"] < 0.999  # type: ignore[index]
 
 
@@ -70,8 +71,12 @@ def test_small_images_have_small_crops_and_patches():
 
 
 def test_too_few_images_are_an_error():
-    with pytest.raises(UserError, match=r"3 images do not fill a batch of 8 worker\(s\); expected at least 8"):
-        values("dino_vits16_in1k_ep100", 3, gpus=8)
+    with pytest.raises(
+        UserError, match=r"^40 images are too few to pretrain on; expected at least 256, .* `eagleray embed"
+    ):
+        values("dino_vits16_in1k_ep100", 40, gpus=8)
+    with pytest.raises(UserError, match=r"300 images do not fill a batch of 512 worker\(s\); expected at least 512"):
+        values("dino_vits16_in1k_ep100", 300, gpus=512)
 
 
 def test_a_run_on_too_little_data_names_values_that_fit(shards: Path, small: Path, tmp_path: Path):

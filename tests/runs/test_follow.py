@@ -39,7 +39,9 @@ def test_an_error_after_which_the_command_goes_on_is_printed(
     (tmp_path / layout.LOG).write_text("")
     with FollowRun(tmp_path, 4, 32):
         (tmp_path / layout.LOG).write_text(LOG("ERROR", "the run failed: RuntimeError: cut") + LOG("INFO", "again"))
-    assert "error: the run failed: RuntimeError: cut" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "warning: an earlier attempt failed: RuntimeError: cut" in told
+    assert "the run failed" not in told, "it was stopped"
 
 
 def test_the_newest_score_is_shown_with_the_lines_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

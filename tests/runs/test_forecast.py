@@ -13,24 +13,24 @@ from eagleray.runs import recipe as recipes
 from eagleray.runs.accelerators import ATTENTION, CONV, MATMUL, MOVE, Rates
 from eagleray.runs.forecast import (
     EXCHANGE,
+    HOST,
     INPUT,
     MODEL,
     STORE,
-    Data,
-    advice,
+    TrainingSet,
+    devices_of,
     duration,
     forecast,
     precision_of,
     refusal,
-    report,
-    target_of,
 )
+from eagleray.runs.forecast_text import advice
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import StepTrace, Work
 
 GIB = 2**30
 H100 = accelerators.find("h100")
-DATA = Data(1_000_000, 100_000.0, core_rate=1000.0)
+DATA = TrainingSet(1_000_000, 100_000.0, core_rate=1000.0)
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_rates_that_are_fitted_to_two_steps_find_the_speed_of_work_and_the_time_
 
 def test_auto_takes_parts_of_the_batch_only_where_the_whole_does_not_fit(small: Recipe):
     auto = replace(small, optim=replace(small.optim, batch=8192, micro_batch="auto"))
-    whole = forecast(replace(auto, optim=replace(auto.optim, micro_batch=None)), target_of("h100", H100, 1), DATA)
-    assert forecast(auto, target_of("h100", H100, 1), DATA).memory_needed == whole.memory_needed
-    tight = replace(target_of("h100", H100, 1), memory=whole.memory_needed - 1)
+    whole = forecast(replace(auto, optim=replace(auto.optim, micro_batch=None)), devices_of("h100", H100, 1), DATA)
+    assert forecast(auto, devices_of("h100", H100, 1), DATA).memory_needed == whole.memory_needed
+    tight = replace(devices_of("h100", H100, 1), memory=whole.memory_needed - 1)
     assert forecast(auto, tight, DATA).fits
     assert forecast(auto, replace(tight, memory=1), DATA).memory_needed == whole.memory_needed
 
@@ -84,32 +84,60 @@ def test_auto_takes_parts_of_the_batch_only_where_the_whole_does_not_fit(small: 
     ],
 )
 def test_the_slowest_part_limits_a_run_and_its_key_is_named(
-    small: Recipe, data: Data, gradients: int, limit: str, key: str
+    small: Recipe, data: TrainingSet, gradients: int, limit: str, key: str
 ):
     batch = replace(small, optim=replace(small.optim, batch=160), data=replace(small.data, workers=1))
-    found = forecast(batch, target_of("h100", H100, 16), data, traced(0.005, gradients))
+    found = forecast(batch, devices_of("h100", H100, 16), data, traced(0.005, gradients))
     assert found.limit == limit
     assert found.images_per_s == min(found.rates.values())
-    assert " ".join(advice(batch, found, data)).startswith(key)
+    assert " ".join(advice(found)).startswith(key)
+
+
+def test_step_and_input_have_rates_of_their_own_and_cores_decode(small: Recipe):
+    auto = replace(small, data=replace(small.data, workers="auto"))
+    target, trace = devices_of("h100", H100, 2), traced(0.001)
+    unknown = forecast(auto, target, DATA, trace)
+    assert unknown.input_rate is None
+    assert "--cpus" in str(unknown)
+    fed = forecast(auto, target, replace(DATA, cpus=3), trace)  # one process, and two cores for training
+    assert fed.input_rate == 2 * 1000
+    assert fed.step_rate == unknown.step_rate == unknown.images_per_s
+    assert fed.images_per_s == min(fed.step_rate, fed.input_rate) == fed.input_rate
+    assert "CPU cores: 18 for each device" in " ".join(advice(fed))  # 16 processes for 32,000 images/s
+    few = forecast(replace(small, data=replace(small.data, workers=8)), target, replace(DATA, cpus=4), trace)
+    assert few.input_rate == 2 * 4 * 1000  # more processes than cores decode no more
+
+
+def test_each_exchange_of_a_step_and_the_agreement_of_hosts_take_time(small: Recipe):
+    target, plain, data = devices_of("h100", H100, 16), traced(0.001), replace(DATA, core_rate=None)
+    batch = replace(small, optim=replace(small.optim, batch=160))
+    alone, waiting = (forecast(batch, target, data, t) for t in (plain, replace(plain, exchanges={8: 100.0})))
+    seconds = [160 / f.rates[EXCHANGE] for f in (alone, waiting)]
+    assert (alone.limit, waiting.limit) == (MODEL, EXCHANGE)
+    assert alone.images_per_s == alone.rates[EXCHANGE] <= alone.rates[MODEL]
+    assert seconds[1] - seconds[0] == pytest.approx(100 * accelerators.reduce_seconds(H100, 16, 8))
+    agreed = accelerators.agree_seconds(16)
+    assert 160 / alone.rates[HOST] == pytest.approx(plain.operations * accelerators.DISPATCH + agreed)
+    assert agreed == 15 * accelerators.agree_seconds(2)
 
 
 def test_hours_bytes_and_money_follow_from_the_rate(small: Recipe):
     data = replace(DATA, core_rate=None)
-    found = forecast(small, target_of("h100", H100, 2), data, traced())
+    found = forecast(small, devices_of("h100", H100, 2), data, traced())
     assert found.images_per_s == pytest.approx(32 / 0.1, rel=1e-3)
     assert found.steps == 2 * (1_000_000 // 32)
     assert found.hours == pytest.approx(found.steps * 0.1 / 3600, rel=1e-3)
-    assert found.cost(2.5) == pytest.approx(5 * found.hours)
+    assert replace(found, price=2.5).cost == pytest.approx(5 * found.hours)
     assert found.data_bytes == 2e11
     assert found.mfu == pytest.approx(accelerators.REACHED[MATMUL], rel=1e-3)
-    text = "\n".join(report(small, found, data, 2.5))
+    text = str(replace(found, price=2.5))
     assert "device-hours" in text
-    assert f"{found.cost(2.5):,.0f} at 2.5" in text
+    assert f"{replace(found, price=2.5).cost:,.0f} at 2.5" in text
 
 
 def test_hours_add_up_over_phases_with_views_of_several_sizes(small: Recipe):
     """Memory and rates are those of the last phase, which is that of the recipe without a curriculum."""
-    target, data = target_of("h100", H100, 1), replace(DATA, core_rate=None)
+    target, data = devices_of("h100", H100, 1), replace(DATA, core_rate=None)
     early = (Phase(until=0.25, sizes=(8, 8)), Phase(until=0.5, sizes=(16, 16)))
     full = replace(small, optim=replace(small.optim, epochs=8))
     whole, phased = (forecast(replace(full, curriculum=c), target, data) for c in ((), early))
@@ -120,13 +148,13 @@ def test_hours_add_up_over_phases_with_views_of_several_sizes(small: Recipe):
     rates = [first.images_per_s, second.images_per_s, whole.images_per_s]
     seconds = sum(images / rate for images, rate in zip((2e6, 2e6, 4e6), rates, strict=True))
     assert 3600 * phased.hours == pytest.approx(seconds)
-    assert "before epoch 2, views of 8, 8: " in "\n".join(report(full, phased, data))
+    assert "before epoch 2, views of 8, 8: " in str(phased)
     short = forecast(replace(full, curriculum=early, max_steps=70_000), target, data)
     assert [p.steps for p in short.phases] == [62_500, 7_500]
 
 
 def test_a_phase_with_half_of_the_patches_costs_less(small: Recipe):
-    target, data = target_of("h100", H100, 1), replace(DATA, core_rate=None)
+    target, data = devices_of("h100", H100, 1), replace(DATA, core_rate=None)
     full = replace(small, optim=replace(small.optim, epochs=8))
     for until in (0.25, 0.75):  # a plan looks at a step in the middle
         phased = forecast(replace(full, curriculum=(Phase(until=until, keep=0.5),)), target, data)
@@ -134,28 +162,31 @@ def test_a_phase_with_half_of_the_patches_costs_less(small: Recipe):
         [early] = phased.phases
         assert (early.until, early.keep) == (8 * until, 0.5)
         assert early.flops_per_image < 0.9 * phased.flops_per_image  # whose momentum encoder sees all
-        assert ", 50% of patches: " in "\n".join(report(full, phased, data))
+        assert ", 50% of patches: " in str(phased)
 
 
 def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monkeypatch: pytest.MonkeyPatch):
     tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=1))
-    target = target_of("h100", H100, 1)
+    target = devices_of("h100", H100, 1)
     found = forecast(tight, target, DATA)
     target = replace(target, memory=0.99 * found.memory_needed)
-    found = replace(found, memory_of_device=round(target.memory))
+    found = replace(found, memory_of_device=round(target.memory), devices=target)
     assert not found.fits
-    text = str(refusal(tight, found, target, DATA))
+    text = str(refusal(found))
     assert "\n" not in text
     assert "a step of 4096 images needs" in text
     assert all(key in text for key in ("optim.checkpointing=true", "optim.micro_batch=1024", "workers=2"))
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
-    assert "a device with more memory" in str(refusal(tight, found, target, DATA))
+    assert "a device with more memory" in str(refusal(found))
 
 
 def test_the_precision_is_one_that_the_device_has(small: Recipe):
-    v100, cpu = (target_of("v100", accelerators.find("v100"), 1), replace(target_of("cpu", H100, 1), accelerator=None))
+    v100, cpu = (
+        devices_of("v100", accelerators.find("v100"), 1),
+        replace(devices_of("cpu", H100, 1), accelerator=None),
+    )
     assert precision_of(small, v100) == "fp16"
-    assert precision_of(small, target_of("h100", H100, 1)) == "bf16"
+    assert precision_of(small, devices_of("h100", H100, 1)) == "bf16"
     assert precision_of(small, cpu) == "fp32"
     with pytest.raises(UserError, match="precision=bf16: v100 has no bfloat16"):
         precision_of(replace(small, precision="bf16"), v100)
@@ -167,7 +198,7 @@ def test_a_run_in_fp32_is_planned_without_tf32(small: Recipe):
     flops = int(H100.full * 1e12)
     trace = replace(traced(), work={Work(MATMUL, True, flops, 0): 1.0}, flops=flops)
     full, half = (
-        forecast(replace(small, precision=form), target_of("h100", H100, 1), replace(DATA, core_rate=None), trace)
+        forecast(replace(small, precision=form), devices_of("h100", H100, 1), replace(DATA, core_rate=None), trace)
         for form in ("fp32", "bf16")
     )
     assert full.step_seconds == pytest.approx(1 / accelerators.REACHED[MATMUL], rel=1e-3)
@@ -190,7 +221,7 @@ def test_drivers_names_are_recognised():
 
 def test_gradients_go_over_the_slowest_link():
     inside, between = accelerators.reduce_seconds(H100, 8, 10**9), accelerators.reduce_seconds(H100, 16, 10**9)
-    assert inside == pytest.approx(2 * 7 / 8 / 450)
+    assert inside == pytest.approx(2 * 7 / 8 / 450 + accelerators.LATENCY)
     assert between > inside
     assert accelerators.reduce_seconds(H100, 1, 10**9) == 0
     assert all(kind in accelerators.REACHED for kind in (MATMUL, CONV, ATTENTION))

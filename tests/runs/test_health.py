@@ -2,8 +2,7 @@
 
 import pytest
 
-from eagleray.runs.health import GRACE, KINDS, LATE, LOOKS, Finding, Health, words
-from eagleray.runs.spikes import Spikes
+from eagleray.runs.health import GRACE, KINDS, LATE, LOOKS, Finding, Health, Spikes, words
 
 GOOD = {
     "lr": 1e-3,

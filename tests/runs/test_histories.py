@@ -13,9 +13,8 @@ from eagleray.base.errors import Outage
 from eagleray.base.files import JsonLines, read_lines
 from eagleray.reports.listing import list_runs
 from eagleray.reports.read import read
-from eagleray.runs import histories, layout, lease
-from eagleray.runs.copy_of_run import Copy
-from eagleray.runs.mirror import Mirror
+from eagleray.runs import bucket_files, layout, lease
+from eagleray.runs.bucket_files import Mirror, RunCopy
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
@@ -69,7 +68,7 @@ class Site:
         """The steps that a reader finds who sees the run for the first time."""
         self.number += 1
         folder = self.folder / f"reader{self.number}"
-        Copy(OUT, folder).fetch()
+        RunCopy(OUT, folder).fetch()
         text = (folder / layout.METRICS).read_text(errors="replace")  # a part may end within a line
         return [json.loads(line)["step"] for line in text.split("\n")[:-1]]
 
@@ -94,14 +93,14 @@ def test_what_is_sent_in_a_minute_does_not_grow(bucket: CrashingBucket, site: Si
             mirror.copy()
         minutes.append((sum(bucket.written), bucket.requests.total()))
     assert sum(p.stat().st_size for p in Path(bucket.folder, "runs", "run").glob("metrics*")) > 2_500_000
-    assert max(size for size, _ in minutes) <= 20 * histories.PART + 200_000
+    assert max(size for size, _ in minutes) <= 20 * bucket_files.PART + 200_000
     assert max(size for size, _ in minutes[-5:]) < 1.5 * max(size for size, _ in minutes[:5])
     assert max(count for _, count in minutes[-5:]) <= max(count for _, count in minutes[:5])
     assert site.read() == list(range(40_000))
     bucket.written.clear()
     again = site.start(step=39_990)  # of the lines that are kept only the last part is sent again
     again.copy()
-    assert sum(bucket.written) < 2 * histories.PART
+    assert sum(bucket.written) < 2 * bucket_files.PART
     assert site.read() == list(range(39_991))
 
 
@@ -109,7 +108,7 @@ def test_what_is_sent_in_a_minute_does_not_grow(bucket: CrashingBucket, site: Si
 def test_a_start_that_ends_between_any_two_changes_leaves_no_line_doubled_or_lost(
     bucket: CrashingBucket, site: Site, cut: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(histories, "PART", 200)  # three lines
+    monkeypatch.setattr(bucket_files, "PART", 200)  # three lines
     first = site.start()
     for step in range(20):
         log(first, range(step, step + 1))
@@ -159,7 +158,7 @@ def test_what_an_earlier_writer_sends_late_changes_nothing(bucket: CrashingBucke
     for path in (old.folder / layout.METRICS, old.folder / layout.HEALTH):
         old.uploads[path].send(store.put_bytes)
     assert site.read() == list(range(8))
-    Copy(OUT, site.folder / "here").fetch()
+    RunCopy(OUT, site.folder / "here").fetch()
     assert len(read_lines(site.folder / "here" / layout.HEALTH)) == 10
     assert new.claim.epoch == 2
 
@@ -167,11 +166,11 @@ def test_what_an_earlier_writer_sends_late_changes_nothing(bucket: CrashingBucke
 def test_a_part_that_was_shortened_is_sent_again_by_the_next_start(
     bucket: CrashingBucket, site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(histories, "PART", 200)
+    monkeypatch.setattr(bucket_files, "PART", 200)
     first = site.start()
     log(first, range(20))
     first.copy()
-    url = histories.part_url(OUT, layout.METRICS, 1, 200)
+    url = bucket_files.part_url(OUT, layout.METRICS, 1, 200)
     line = store.store(url).get(url).index(b"\n") + 1
     store.put_bytes(url, store.store(url).get(url)[:line])  # a request that a server carried out late
     lost = set(range(20)) - {r["step"] for r in fetched(site)}
@@ -179,20 +178,20 @@ def test_a_part_that_was_shortened_is_sent_again_by_the_next_start(
     second = site.start()
     second.copy()
     assert {r["step"] for r in fetched(site)} == set(range(20)) - lost
-    parts = histories.histories(store.store(OUT).list(f"{OUT}/"))[layout.METRICS]
+    parts = bucket_files.histories(store.store(OUT).list(f"{OUT}/"))[layout.METRICS]
     assert parts.whole == parts.size
 
 
 def fetched(site: Site) -> list[dict[str, int]]:
     site.number += 1
-    Copy(OUT, site.folder / f"reader{site.number}").fetch()
+    RunCopy(OUT, site.folder / f"reader{site.number}").fetch()
     return read_lines(site.folder / f"reader{site.number}" / layout.METRICS)
 
 
 def test_report_and_runs_read_a_run_in_parts_as_one_in_a_folder(
     bucket: CrashingBucket, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(histories, "PART", 1000)
+    monkeypatch.setattr(bucket_files, "PART", 1000)
     local = write_run(tmp_path / "local")
     mirror = site.start()
     for path in local.iterdir():

@@ -11,11 +11,10 @@ from helpers.bucket import CountingBucket
 from helpers.rank_zero import close, end, rank_zero
 
 from eagleray.base.errors import Busy, Outage, Superseded
-from eagleray.runs import command, layout, lease, mirror
+from eagleray.runs import bucket_files, command, layout, lease
 from eagleray.runs.background import Background
-from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.bucket_files import Mirror, RunCopy
 from eagleray.runs.lease import Lease
-from eagleray.runs.mirror import Mirror
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -47,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT", 0.2)
     monkeypatch.setattr(lease, "SETTLE", 0.1)
     monkeypatch.setattr(Background, "seconds", 0.1)
-    monkeypatch.setattr(mirror, "SOON", 0.1)
+    monkeypatch.setattr(bucket_files, "SOON", 0.1)
 
 
 @pytest.fixture(params=[CountingBucket, CarelessBucket])
@@ -135,7 +134,7 @@ def test_one_that_stood_still_between_two_files_sends_no_other(
     monkeypatch.setattr(store, "put_bytes", stand_still)
     with pytest.raises(Superseded):
         old.copy()
-    Copy(OUT, tmp_path / "reader").fetch()
+    RunCopy(OUT, tmp_path / "reader").fetch()
     stored = {p.name: p.read_text() for p in (tmp_path / "reader").glob("[!.]*")}
     assert stored == {layout.HEALTH_PLOT: "old\n", layout.METRICS: "new\n"}
     close(others[0])

@@ -14,14 +14,17 @@ from eagleray.base.files import read_lines
 from eagleray.reports import read, sections
 from eagleray.runs import accelerators, local_forecast
 from eagleray.runs import recipe as recipes
-from eagleray.runs.forecast import Target, target_of
-from eagleray.runs.plan import Plan, make_plan, resolve_paths
+from eagleray.runs.checks import make_plan
+from eagleray.runs.forecast import Devices, devices_of
+from eagleray.runs.plan import Plan
 from eagleray.runs.run_store import run_store
+from eagleray.runs.sources import resolve_paths
+from eagleray.runs.step_log import utilisation
 from eagleray.storage import store
 
 
-def gpu(memory: float) -> Target:
-    return target_of("h100", accelerators.find("h100")._replace(memory=memory), 1)
+def gpu(memory: float) -> Devices:
+    return devices_of("h100", accelerators.find("h100")._replace(memory=memory), 1)
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def test_a_small_run_on_a_cpu_is_not_traced(plan: Plan, tmp_path: Path):
 
 
 def test_a_forecast_is_printed_stored_and_not_made_again(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_forecast, "local_target", lambda _: gpu(80))
+    monkeypatch.setattr(local_forecast, "local_devices", lambda _: gpu(80))
     first: list[str] = []
     local_forecast.check_fit(plan, first.append)
     [line] = first
@@ -48,19 +51,19 @@ def test_a_forecast_is_printed_stored_and_not_made_again(plan: Plan, tmp_path: P
     monkeypatch.setattr(local_forecast, "forecast", None)
     local_forecast.check_fit(plan, first.append)
     assert first == [line, line]
-    rate = local_forecast.utilisation(stored, 1000.0, 2, epoch=0.5)
+    rate = utilisation(stored, 1000.0, 2, epoch=0.5)
     assert rate == pytest.approx(1000 * stored["flops_per_image"] / 2 / 989e12)
 
 
 def test_utilisation_is_that_of_the_views_of_the_epoch():
     stored = {"peak_flops": 1e6, "flops_per_image": 800.0, "phases": [{"until": 2, "flops_per_image": 200.0}]}
-    rates = [local_forecast.utilisation(stored, 100.0, 1, epoch) for epoch in (0.0, 1.9, 2.0, 3.0)]
+    rates = [utilisation(stored, 100.0, 1, epoch) for epoch in (0.0, 1.9, 2.0, 3.0)]
     assert rates == pytest.approx([0.02, 0.02, 0.08, 0.08])
 
 
 def test_a_run_that_cannot_fit_begins_only_if_the_user_insists(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
-    monkeypatch.setattr(local_forecast, "local_target", lambda _: gpu(1))
+    monkeypatch.setattr(local_forecast, "local_devices", lambda _: gpu(1))
     with pytest.raises(UserError, match=r"needs 1.5 GiB on each h100, which has 1.0 GiB.*--insist"):
         local_forecast.check_fit(plan, lambda _: None)
     local_forecast.check_fit(plan, lambda _: None, insist=True)
@@ -68,7 +71,7 @@ def test_a_run_that_cannot_fit_begins_only_if_the_user_insists(plan: Plan, monke
 
 def test_a_cpu_with_too_little_memory_is_a_warning(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
-    monkeypatch.setattr(local_forecast, "local_target", lambda _: Target("cpu", 1, None, 10**5))
+    monkeypatch.setattr(local_forecast, "local_devices", lambda _: Devices("cpu", 1, None, 10**5))
     lines: list[str] = []
     local_forecast.check_fit(plan, lines.append)
     assert lines[1].startswith("warning: ")
@@ -87,7 +90,7 @@ def test_a_run_writes_its_utilisation_and_a_profile_and_reports_plan_and_fact(
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     url = str(tmp_path / "run") if place == "folder" else "s3://runs/run"
     out = run_store(url).view
-    monkeypatch.setattr(local_forecast, "local_target", lambda _: replace(gpu(80), name="pretended"))
+    monkeypatch.setattr(local_forecast, "local_devices", lambda _: replace(gpu(80), name="pretended"))
     pretrain(*split(arguments(small, shards, url, "max_steps=4", "profile=2..3")))
     text = capsys.readouterr()
     assert "on pretended" in text.out + text.err
@@ -109,7 +112,7 @@ def test_wrong_steps_of_a_profile_are_one_line(small: Path, text: str):
 
 
 def test_nothing_is_said_of_devices_that_are_elsewhere(small: Path, monkeypatch: pytest.MonkeyPatch):
-    assert local_forecast.local_target(recipes.load(str(small), ["workers=2", "gpus=true"])) is None
+    assert local_forecast.local_devices(recipes.load(str(small), ["workers=2", "gpus=true"])) is None
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    assert local_forecast.local_target(recipes.load(str(small), ["workers=2"])) is None
-    assert local_forecast.local_target(recipes.load(str(small), ["workers=0"])) is not None
+    assert local_forecast.local_devices(recipes.load(str(small), ["workers=2"])) is None
+    assert local_forecast.local_devices(recipes.load(str(small), ["workers=0"])) is not None

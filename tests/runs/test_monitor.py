@@ -15,7 +15,6 @@ from eagleray.engine.loop import Step, Trainer
 from eagleray.methods.method import Method
 from eagleray.models.ema import momentum_copies
 from eagleray.models.layer_names import layers_of
-from eagleray.protocols.catalogue import Knn
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.knn import knn
 from eagleray.runs.build import build_method, build_optimizer
@@ -158,9 +157,7 @@ def test_knn_is_that_of_the_evaluation(recipe: Recipe):
     labels = torch.randint(10, (rows,), generator=torch.Generator().manual_seed(1))
     monitor = filled(recipe, rows, labels, torch.arange(rows))
     new, old = monitor.bank.newest(rows // 4), monitor.bank.newest(rows, skip=rows // 4)
-    want = knn(
-        LabelledFeatures(old.features, old.labels), LabelledFeatures(new.features, new.labels), Knn(k=20)
-    ).numbers
+    want = knn(LabelledFeatures(old.features, old.labels), LabelledFeatures(new.features, new.labels), k=20)
     assert monitor.knn().item() == pytest.approx(want["knn/top1"], abs=0.5)
     assert 20 < want["knn/top1"] < 95
 

@@ -9,7 +9,7 @@ from helpers.recipes import small_recipe
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.runs import recipe as recipes
-from eagleray.runs.plan import make_plan
+from eagleray.runs.checks import make_plan
 
 
 def written(folder: Path, method: str = "pixpro") -> str:
@@ -32,6 +32,8 @@ def test_views_that_move_pixels_are_refused_in_one_line(keys: list[str], said: s
         f"{said}: may move pixels after the crop, and pixpro needs to know where in the image they are; leave it out"
     )
     recipes.load(written(tmp_path, "byol"), keys)
+    assert recipes.needs_boxes(recipes.load(written(tmp_path, "esvit")))
+    assert not recipes.needs_boxes(recipes.load(written(tmp_path, "esvit"), keys)), "its loss does without"
 
 
 def test_an_operation_of_a_plugin_is_refused(tmp_path: Path) -> None:

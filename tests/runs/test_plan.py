@@ -7,10 +7,10 @@ import torch
 
 from eagleray.base.errors import UserError
 from eagleray.config import bundled
-from eagleray.data.loader import processes
+from eagleray.data.loader_processes import processes
 from eagleray.engine.world import World
 from eagleray.runs import recipe as recipes
-from eagleray.runs.plan import check_shares
+from eagleray.runs.checks import check_shares
 
 
 @pytest.mark.parametrize(("workers", "readers"), [(64, 12), (128, 8)])

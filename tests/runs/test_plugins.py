@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import shutil
 import sys
 from collections.abc import Iterator
@@ -118,7 +117,7 @@ def test_callbacks_of_all_ranks_see_the_checkpoints_of_rank_0(decision: bool):
     something one of them would wait for the other."""
     world = SimpleNamespace(rank=1, spot=False, agree=lambda *own: [*own[:-1], own[-1] + decision])
     folder = SimpleNamespace(stopping=lambda: False, saving=lambda: False)
-    cadence = SimpleNamespace(saves=lambda step: not decision)
+    cadence = SimpleNamespace(saves=lambda step: not decision, is_milestone=lambda step: False)
     ranks: Any = (world, folder, None, cadence)
     assert Agreement(*ranks).decide(4, [], stop=False) == Decision(goes_on=True, saves=decision)
 
@@ -155,17 +154,6 @@ def test_an_operation_gives_the_same_crops_whatever_reads_them(shards: Path, tmp
     assert pixels(stream, start=10, steps=2) == alone[2:]
     plain = replace(stream, views=Views.of([replace(v, operations=()) for v in recipes.load(str(mine)).views]))
     assert pixels(plain, start=8, steps=4) != alone
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_loader_processes_that_are_not_forked_import_the_plugin(
-    method: str, shards: Path, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
-):
-    stream = stream_of(shards, tmp_path, mine)
-    want = pixels(stream, start=0, steps=2)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda given=None, own=multiprocessing.get_context: own(method))
-    monkeypatch.setattr(torch.multiprocessing, "get_context", multiprocessing.get_context)
-    assert pixels(stream, start=0, steps=2, workers=1) == want
 
 
 def test_a_source_is_prepared(tmp_path: Path):

@@ -32,7 +32,7 @@ def float16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float16_on_a_cpu_is_one_line_before_the_data_is_opened(
     small: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagleray.api.pretrain.make_plan", None)
+    monkeypatch.setattr("eagleray.runs.begin.make_plan", None)
     with pytest.raises(UserError, match=re.escape("precision=fp16: a CPU trains in fp32")):
         pretrain(*split(arguments(small, shards, tmp_path / "out", "precision=fp16")))
     assert not (tmp_path / "out" / "checkpoints").exists()

@@ -1,28 +1,35 @@
 """A run from start to end, and through every way of being stopped."""
 
 import json
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.killed_runs import assert_same_story
+from helpers.pictures import jpeg
 from helpers.recipes import SMALL
 from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_step, weights
 from torch import Tensor
+from typer.testing import CliRunner
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.base.files import read_lines
+from eagleray.cli import main
+from eagleray.data.index import open_index
 from eagleray.engine import checkpoint
 from eagleray.runs import evaluations
-from eagleray.runs.rank_run import Stateful
-from eagleray.runs.run_checkpoint import load_checkpoint
+from eagleray.runs.pretrain import describe
+from eagleray.runs.rank_run import load_checkpoint
+from eagleray.runs.stop_request import StopRequest
 from eagleray.runs.train import first_problem
 from eagleray.storage.retry import Transient, call_with_retries
 from eagleray.storage.store import LocalStore
@@ -54,8 +61,10 @@ def test_stopping_and_continuing_equals_no_stop(
     once, twice = tmp_path / "once", tmp_path / "twice"
     keys = ["evaluate.probe_epochs=0", "monitor.every=3", "optim.epochs=2"]
     pretrain(*split(arguments(path, shards, once, "max_steps=20", *keys)))
+    milestones = ("checkpoint.milestones=1", "checkpoint.keep=1")
     for steps in (4, 13, 20):  # within an epoch, and over its end
-        pretrain(*split(arguments(path, shards, twice, f"max_steps={steps}", *keys)))
+        pretrain(*split(arguments(path, shards, twice, f"max_steps={steps}", *keys, *milestones)))
+    assert checkpoint.manifests(twice / "checkpoints") == ["step-000000020", "step-000000010"]
     assert_same(weights(once), weights(twice))
     a, b = (read_lines(out / "metrics.jsonl") for out in (once, twice))
     timed = {"images_per_s", "data_wait", "knn/top1", "knn/top5"}
@@ -65,6 +74,40 @@ def test_stopping_and_continuing_equals_no_stop(
     ]
     assert {"monitor/knn", "health/backbone_rank", "grad/patch_embed"} <= a[17].keys()
     assert "monitor/knn" not in a[16]
+
+
+def test_a_run_whose_hours_are_over_says_so_and_goes_on(small: Path, shards: Path, tmp_path: Path):
+    args = arguments(small, shards, tmp_path / "out", "max_steps=3", *FAST, "workers=0")
+    ended = CliRunner().invoke(main.app, ["pretrain", *args, "--max-hours", "0"])
+    assert ended.exit_code == 124, ended.output
+    assert "the 0 hours of --max-hours are over: stopping after this step" in ended.output
+    run = pretrain(*split(args), max_hours=24)
+    assert (run.finished, run.time_over) == (True, False)
+
+
+@pytest.mark.parametrize("hours", [-1.0, math.nan])
+def test_hours_that_are_none_are_refused(hours: float, small: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=f"--max-hours {hours:g}: expected a number of hours, 0 or more"):
+        pretrain(small, out=tmp_path / "out", max_hours=hours)
+
+
+def test_a_limit_may_be_as_long_as_one_likes(tmp_path: Path):
+    request = StopRequest(str(tmp_path), "id")
+    with request.after(math.inf, print):
+        [timer] = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        timer.join(0.1)
+        assert timer.is_alive(), "it has died of a number that is too large"
+
+
+def test_the_first_line_of_a_run_names_shards_where_images_are_in_some(shards: Path, tmp_path: Path):
+    for number in range(2):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    tars = [str(path) for path in shards.rglob("*.tar")]
+    for urls, packed in (([str(tmp_path)], ""), (tars[:1], " in 1 shard"), (tars, f" in {len(tars)} shards")):
+        plan = Mock(index=open_index(urls), steps=3)
+        run = Mock(plan=plan, world=Mock(size=1))
+        run.method.export.return_value.parameters.return_value = []
+        assert f"; {len(plan.index)} images{packed}, 3 steps of " in describe(run)
 
 
 def test_what_is_wrong_is_said_and_kept(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -202,11 +245,11 @@ def test_a_checkpoint_whose_optimiser_groups_the_parameters_otherwise_is_refused
     method: Any = torch.nn.Linear(2, 2)
     together = torch.optim.SGD(method.parameters())
     apart = torch.optim.SGD([{"params": [p]} for p in method.parameters()])
-    stateful = Stateful(method, together, *(torch.nn.Module() for _ in range(5)))  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(method=method, optimizer=together)
     with pytest.raises(
         UserError, match=r"step 3 groups the parameters otherwise .*start='\{from: OUT, what: method\}'"
     ):
-        load_checkpoint({"step": 3, "method": method.state_dict(), "optimizer": apart.state_dict()}, stateful)
+        load_checkpoint(run, {"step": 3, "method": method.state_dict(), "optimizer": apart.state_dict()})
 
 
 def test_a_damaged_checkpoint_is_passed_over(small: Path, shards: Path, tmp_path: Path):

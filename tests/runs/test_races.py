@@ -21,7 +21,7 @@ import eagleray
 from eagleray.base.files import read_lines
 from eagleray.engine import checkpoint, export
 from eagleray.runs import background, lease, run_store
-from eagleray.runs.copy_of_run import Copy
+from eagleray.runs.bucket_files import RunCopy
 from eagleray.storage import store
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ class Site:
         assert_same(self.weights(), whole)
         folder = self.stored
         if self.out.startswith("s3:"):
-            Copy(self.out, folder := self.folder / "reader").fetch()
+            RunCopy(self.out, folder := self.folder / "reader").fetch()
         assert [r["step"] for r in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 

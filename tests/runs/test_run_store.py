@@ -25,15 +25,16 @@ import eagleray
 from eagleray.base import dist
 from eagleray.base.errors import Superseded, UserError
 from eagleray.base.files import read_lines
-from eagleray.data import index as indexing
+from eagleray.data import kinds
 from eagleray.engine import checkpoint
 from eagleray.evaluation import evaluate, results
 from eagleray.evaluation.extraction import Task
-from eagleray.runs import layout, layout_of_sweep, lease
+from eagleray.evaluation.target import Inputs
+from eagleray.protocols.needs import Extraction
+from eagleray.runs import layout, lease
 from eagleray.runs import recipe as recipes
 from eagleray.runs.background import Background
-from eagleray.runs.copy_of_run import Copy
-from eagleray.runs.histories import part_url
+from eagleray.runs.bucket_files import RunCopy, part_url
 from eagleray.runs.plan import open_plan
 from eagleray.runs.restore import restore
 from eagleray.runs.run_store import run_store
@@ -56,7 +57,7 @@ def out(swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Path):
-    copy, file = Copy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
+    copy, file = RunCopy(out, tmp_path / "here"), tmp_path / "here" / "metrics.jsonl"
     part = part_url(out, layout.METRICS, 1, 0).removeprefix(f"{out}/")
     run_store(out).put(part, "one\n")
     copy.fetch()
@@ -66,7 +67,7 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
         copy.fetch()
         assert reader.read() == "two\n"
     file.write_text("one\ntwo\nthree\n")  # the machine that wrote them is ahead of what it has sent
-    Copy(out, tmp_path / "here", may_be_ahead=True).fetch()
+    RunCopy(out, tmp_path / "here", may_be_ahead=True).fetch()
     assert file.read_text() == "one\ntwo\nthree\n"
     run_store(out).put(part, "one\nother\n")  # another machine went on from before
     copy.fetch()
@@ -76,7 +77,7 @@ def test_a_copy_grows_is_replaced_and_never_falls_behind(out: str, tmp_path: Pat
 def test_a_copy_has_what_the_store_has_and_no_more(bucket: CountingBucket):
     """Also where another run was copied from there before, of which nothing may become part of the next one."""
     run = run_store("s3://runs/run")
-    for name, text in ((layout.RECIPE, "a: 1\nb: 2\n"), (layout.SUMMARY, "{}"), (layout_of_sweep.ROWS, "{}\n")):
+    for name, text in ((layout.RECIPE, "a: 1\nb: 2\n"), (layout.SUMMARY, "{}"), (layout.SWEEP_ROWS, "{}\n")):
         run.put(name, text)
     run.append(layout.METRICS, "one\ntwo\n")
     run.put(f"{layout.EXPORT}/backbone.json", "{}")
@@ -107,16 +108,17 @@ def test_an_index_that_cannot_lie_beside_the_shards_lies_in_the_store_of_the_run
             raise PermissionError(13, "Permission denied")
         honest(self, url, source, **how)
 
-    scan = indexing.scan
+    scan = kinds.scan
     monkeypatch.setattr(LocalStore, "put", put)
-    monkeypatch.setattr(indexing, "scan", lambda blob, passed: [scans.append(blob.url), scan(blob, passed)][1])
+    monkeypatch.setattr(kinds, "scan", lambda blob, passed: [scans.append(blob.url), scan(blob, passed)][1])
     (tmp_path / "small.yaml").write_text(SMALL)
     keys = [f"data.train={data}", "data.test=null", "out=s3://runs/run"]
     images = len(open_plan(recipes.load(str(tmp_path / "small.yaml"), keys)).index)
     assert len(scans) == len(list(data.glob("*.tar")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     plan = open_plan(recipes.load(str(tmp_path / "small.yaml"), keys))
-    task = Task("", None, str(data), np.arange(2), 16, 16, spare="s3://runs/run")
+    inputs = Inputs("", "", spare="s3://runs/run")
+    task = Task(inputs, str(data), np.arange(2), Extraction("pooled", 16, 16))
     assert len(plan.index) == len(task.open()) == images
     assert len(scans) == len(list(data.glob("*.tar")))
 
@@ -132,7 +134,7 @@ def test_processes_that_fetch_at_once_get_whole_files(
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.02), sync(file))[1])  # a slow disk
     with ThreadPoolExecutor(8) as threads:
-        for fetched in [threads.submit(Copy(out, tmp_path / "here").fetch) for _ in range(8)]:
+        for fetched in [threads.submit(RunCopy(out, tmp_path / "here").fetch) for _ in range(8)]:
             fetched.result()
     for name in layout.SUMMARY, layout.RECIPE, layout.LOG:
         assert (tmp_path / "here" / name).read_text() == name * 1000
@@ -166,7 +168,7 @@ def test_a_run_that_was_deleted_in_its_store_begins_anew(
 
 
 def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tmp_path: Path):
-    out, copy = "s3://runs/run", Copy("s3://runs/run", tmp_path / "here")
+    out, copy = "s3://runs/run", RunCopy("s3://runs/run", tmp_path / "here")
     lines = [f"line {n}, whose text is not that of others\n" for n in range(20_000)]
     run_store(out).append(layout.METRICS, "".join(lines[:19_990]))
     copy.fetch()
@@ -179,7 +181,7 @@ def test_of_a_long_history_only_new_lines_are_fetched(bucket: CountingBucket, tm
 
 def stored(out: str, tmp_path: Path, name: str) -> str:
     """A history as it is in the store."""
-    Copy(out, tmp_path / "reader").fetch()
+    RunCopy(out, tmp_path / "reader").fetch()
     return (tmp_path / "reader" / name).read_text()
 
 
@@ -248,7 +250,7 @@ def test_only_histories_and_the_export_are_copied(out: str, tmp_path: Path):
     for name in ("export/backbone.json", ".stop", "checkpoints/step-000000001.pt"):
         run_store(out).put(name, name)
     run_store(out).append(layout.LOG, "line\n")
-    Copy(out, tmp_path / "here").fetch()
+    RunCopy(out, tmp_path / "here").fetch()
     found = {str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*") if p.is_file()}
     assert found == {"train.log", "export/backbone.json", ".fetch"}
 
@@ -285,7 +287,10 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     process.send_signal(signal.SIGKILL)
     process.communicate()
     forget(out)
-    process = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine2"))
+    elsewhere = {name: str(tmp_path / "machine2") for name in ("XDG_CACHE_HOME", "HOME")}
+    other = start([f"{out}/recipe.yaml", "optim.epochs=41"], **elsewhere).communicate(timeout=100)[0]
+    assert "holds another run: optim.epochs is 40 there and 41 here" in other, "as for the command that began it"
+    process = start([out], **elsewhere)
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 0, text
     assert f"continuing from step {step}" in text
@@ -296,7 +301,7 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     state = checkpoint.newest(f"{out}/checkpoints", tmp_path / "machine3")
     assert state is not None
     assert_same(state["method"], weights(tmp_path / "whole"))
-    Copy(out, tmp_path / "machine3").fetch()
+    RunCopy(out, tmp_path / "machine3").fetch()
     lines = read_lines(tmp_path / "machine3" / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     summary = json.loads((tmp_path / "machine3" / "summary.json").read_text())
@@ -306,6 +311,8 @@ def test_a_killed_run_goes_on_from_another_machine(small: Path, shards: Path, tm
     assert not run_store(out).is_claimed()
     text = start([*keys, f"out={out}"], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
     assert "done already" in text
+    line = start([out], XDG_CACHE_HOME=str(tmp_path / "machine4")).communicate(timeout=120)[0]
+    assert line == f"error: {out}: the run has finished, with 60 steps; a larger max_steps continues it\n"
     recipe, _, _ = restore(out)
     assert recipe.out == out
     asked = evaluate.Request(out, ["knn", "components"], str(shards / "train"))

@@ -214,7 +214,7 @@ def test_an_own_loop_reads_a_selection(shards: Path):
     ("choice", "line"),
     [
         ('{url: "%s", where: "labels < 8"}', "data.train.where: labels < 8: "),
-        ('{url: "%s", were: "label < 8"}', "data.train.0.were: unknown key; did you mean 'where'?"),
+        ('{url: "%s", were: "label < 8"}', "data.train.0.were: unknown key; did you mean 'data.train.0.where'?"),
         ('{url: "%s", where: "label > 100"}', "data.train: leaves none of 320 samples"),
         ('{url: "%s", where: "label = 3"}', "optim.batch=32"),
         ('{url: "%s", share: 0}', "data.train.0.share"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eagleray.runs.spikes import FACTOR, SPREAD, WARM, Spike, Spikes
+from eagleray.runs.health import FACTOR, SPREAD, WARM, Spike, Spikes
 
 LAYERS = ["patch_embed", "blocks.00", "blocks.11"]
 

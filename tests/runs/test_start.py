@@ -17,7 +17,7 @@ from eagleray.evaluation.target import load_target
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
-from eagleray.runs.plan import check_start
+from eagleray.runs.checks import check_start
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.start import Started, build_started
 from eagleray.storage import store
@@ -71,7 +71,7 @@ def test_esvit_takes_over_all_of_dino(tmp_path: Path):
     assert torch.equal(dino.center, esvit.center)
     fresh = build_method(recipe_of(tmp_path, "esvit"))
     assert same(part(fresh, "student.region_head."), part(esvit, "student.region_head."))
-    lines = list(now.table())
+    lines = now.notes[0].said
     assert lines[0] == f"started from {source} (a run of dino after 3 steps)"
     rows = {line.split()[0]: line.split(None, 1)[1] for line in lines[2:]}
     assert rows["teacher.backbone"].split(None, 1) == ["teacher.backbone", "30 tensors matched"]
@@ -86,7 +86,7 @@ def test_another_method_takes_over_what_both_have(tmp_path: Path):
     assert same(part(theirs, "target.backbone."), part(ours, "target.backbone."))
     # MoBY's projector has biases beside its batch norms, and BYOL's has none.
     assert not same(part(theirs, "online.head."), part(ours, "online.head."))
-    text = "\n".join(now.table())
+    text = "\n".join(now.notes[0].said)
     assert "student.head" in text
     assert "new: 0.bias is none, in the source 16" in text
     assert "queue1" in text
@@ -110,8 +110,8 @@ def test_the_aggregation_of_selfpatch_is_taken_over(tmp_path: Path):
     for given, about in (source, "a run of selfpatch"), (str(tmp_path / "checkpoint.pth"), "SelfPatch's authors"):
         method, *_ = now = started(tmp_path, given, "selfpatch", "backbone.pool=mean")
         assert same(theirs.state_dict(), method.state_dict())
-        assert about in next(now.table())
-        assert "new: " not in "\n".join(now.table())
+        assert about in now.notes[0].said[0]
+        assert "new: " not in "\n".join(now.notes[0].said)
 
 
 def test_a_head_of_another_size_is_new(tmp_path: Path):
@@ -122,7 +122,7 @@ def test_a_head_of_another_size_is_new(tmp_path: Path):
         part(build_method(recipe_of(tmp_path, "dino", "method.prototypes=32")), "teacher.head."),
         part(ours, "teacher.head."),
     )
-    assert "new: last.parametrizations.weight.original0 is 32x1, in the source 64x1" in "\n".join(now.table())
+    assert "new: last.parametrizations.weight.original0 is 32x1, in the source 64x1" in "\n".join(now.notes[0].said)
 
 
 def test_a_backbone_starts_every_copy_of_it(tmp_path: Path):
@@ -130,7 +130,7 @@ def test_a_backbone_starts_every_copy_of_it(tmp_path: Path):
     ours, *_ = now = started(tmp_path, source, "mocov3", what="backbone")
     for prefix in "base_encoder.backbone.", "momentum_encoder.backbone.":
         assert same(part(dino, "teacher.backbone."), part(ours, prefix))
-    assert "student.head" in "\n".join(now.table())
+    assert "student.head" in "\n".join(now.notes[0].said)
 
 
 def refused(folder: Path, source: str, *overrides: str, what: str = "backbone", method: str = "dino") -> str:
@@ -194,7 +194,7 @@ def test_the_key_is_from(tmp_path: Path):
     recipe = recipe_of(tmp_path, "dino", "start.from=runs/a")
     assert "start:\n  from: runs/a\n  what: backbone\n" in config.dump(recipe)
     assert recipes.identity(recipe)["start.from"] == "runs/a"
-    with pytest.raises(UserError, match=r"start\.form: unknown key; did you mean 'from'\?"):
+    with pytest.raises(UserError, match=r"start\.form: unknown key; did you mean 'start\.from'\?"):
         recipe_of(tmp_path, "dino", "start={from: a, form: b}")
     with pytest.raises(UserError, match=r"start\.source: unknown key"):
         recipe_of(tmp_path, "dino", "start={from: a, source: b}")

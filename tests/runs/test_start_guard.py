@@ -23,7 +23,8 @@ from eagleray.protocols.image_batches import THREADS
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
-from eagleray.runs.plan import open_plan, resolve_paths
+from eagleray.runs.plan import open_plan
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.start_guard import StartGuard, cka, top1
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -8,6 +8,7 @@ import yaml
 from helpers.recipes import small_recipe
 from torch.utils.flop_counter import FlopCounterMode
 
+from eagleray.base import devices
 from eagleray.engine.precision import Precision
 from eagleray.protocols import throughput
 from eagleray.runs import recipe as recipes
@@ -24,7 +25,7 @@ def recipe_of(method: str, **optim: object) -> Recipe:
 
 
 def trace(recipe: Recipe, images: int = 32) -> StepTrace:
-    return trace_images(recipe, images, ranks=1, dataset=600, dtype=FP32)
+    return trace_images(recipe, images, ranks=1, dataset=600, dtype=FP32, gpu=False)
 
 
 class Real:
@@ -88,7 +89,7 @@ def test_many_micro_batches_are_extended_from_few(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_share_the_batch_and_keep_buckets_of_gradients():
     recipe = recipe_of("mocov3")
-    alone, shared = (trace_step(recipe, ranks=n, dataset=600, dtype=FP32) for n in (1, 4))
+    alone, shared = (trace_step(recipe, ranks=n, dataset=600, dtype=FP32, gpu=False) for n in (1, 4))
     assert (alone.images, shared.images) == (32, 8)
     assert shared.memory["activations"] < alone.memory["activations"]
     assert shared.memory["gradients"] == shared.gradients
@@ -97,9 +98,32 @@ def test_ranks_share_the_batch_and_keep_buckets_of_gradients():
 
 def test_half_precision_takes_less_memory_than_float32():
     recipe = recipe_of("mocov3")
-    half = trace_images(recipe, 256, ranks=1, dataset=600, dtype=torch.bfloat16)
+    half = trace_images(recipe, 256, ranks=1, dataset=600, dtype=torch.bfloat16, gpu=True)
     assert half.memory["activations"] < 0.8 * trace(recipe, 256).memory["activations"]
     assert any(not work.wide for work in half.work)
+
+
+def test_batch_norms_over_all_ranks_exchange_their_moments():
+    recipe = recipe_of("mocov3")
+    alone = trace_step(recipe, ranks=1, dataset=600, dtype=torch.bfloat16, gpu=True)
+    assert alone.exchanges == {}
+    shared = trace_step(recipe, ranks=4, dataset=600, dtype=torch.bfloat16, gpu=True)
+    method = build_method(recipe)
+    norms = [m for m in method.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    trained = [m for m in norms if any(p.requires_grad for p in m.parameters()) or not m.affine]
+    assert sum(shared.exchanges.values()) >= 2 * len(norms) + len(trained)  # each view has one, and each backward pass
+    smallest = min(m.num_features for m in norms)
+    assert 4 * 2 * smallest in shared.exchanges  # float32 sums of each channel, twice
+    assert shared.operations < 1.1 * alone.operations
+
+
+def test_a_trace_as_on_a_gpu_leaves_the_cpu_as_it_was():
+    with torch.autocast("cpu", torch.bfloat16):
+        before = torch.ones(3, dtype=torch.bfloat16).exp().dtype
+    trace_step(recipe_of("dino"), ranks=1, dataset=600, dtype=torch.bfloat16, gpu=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.ones(3, dtype=torch.bfloat16).exp().dtype == before
+    assert not devices.is_accelerator(CPU)
 
 
 def test_a_trace_leaves_the_random_numbers_alone():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.runs.system_metrics import Machine
+from eagleray.runs.mlflow_log import Machine
 
 
 def test_gpus_are_watched_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -298,17 +298,19 @@ def test_the_load_of_the_machine_is_that_of_the_step_it_had_reached(server: Serv
     assert {m.step for k in seen for m in client.get_metric_history(run.info.run_id, k)} == {7}
 
 
-def test_parent_and_child(server: Server, tmp_path: Path):
-    """A child keeps its parent when a command sends it."""
+def test_parent_and_child(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A child keeps its parent, and the user who began it, when a command of another user sends it."""
+    monkeypatch.setenv("EAGLERAY_USER", "grace")
     tracking, note = Tracking(server.uri), tmp_path / "parent.json"
     parent = parent_run(tracking, note, "lr", {"trials": 8})
     assert parent == parent_run(tracking, note, "lr", {"trials": 8})
     server.failing = lambda: True
-    MLflow(server.out, Tracking(server.uri, parent, "lr=0.1", f"{parent}/0"), {}).close("FINISHED", [])
+    MLflow(server.out, Tracking(server.uri, parent, "lr=0.1", f"{parent}/0", "ada"), {}).close("FINISHED", [])
     server.failing = lambda: False
     server.track()
     tags = the_run(server.uri, "lr=0.1")[1].data.tags
     assert (tags["mlflow.parentRunId"], tags["eagleray.key"]) == (parent, f"{parent}/0")
+    assert tags["mlflow.user"] == "ada"
     assert len(tags["mlflow.source.git.commit"]) == 40
     for _ in range(2):
         update(tracking, note, {"best": 0.5}, [note], "FINISHED")

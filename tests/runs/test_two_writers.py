@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from eagleray.base.errors import Superseded
 from eagleray.engine import checkpoint
 from eagleray.engine.checkpoint import Writer
-from eagleray.engine.checkpoint_names import last_epoch
+from eagleray.engine.checkpoint_files import last_epoch
 from eagleray.runs import layout, lease
 from eagleray.storage import store
 

@@ -17,7 +17,7 @@ from eagleray.base.files import read_lines
 from eagleray.data.index import open_index
 from eagleray.protocols.crop_retrieval import lidar, measure_crops, random_crops
 from eagleray.reports import write
-from eagleray.runs import evaluations, held_out, layout
+from eagleray.runs import evaluations, layout
 from eagleray.runs.verdicts import Comparison, compare, judge, verdicts
 
 SIGNS = {"knn/top1": 5.7, "knn/top1_untrained": 9.5, "linear/top1": 13.3, "linear/top1_untrained": 17.7}
@@ -162,7 +162,7 @@ def test_a_better_backbone_is_said_to_be_and_nothing_is_found(
     small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(evaluations, "untrained_scores", lambda *_: {"knn/top1": 0.0})
-    monkeypatch.setattr(held_out.Probed, "scores", lambda *_, **__: {"knn/top1": 30.0})
+    monkeypatch.setattr(evaluations.Probed, "scores", lambda *_, **__: {"knn/top1": 30.0})
     out = tmp_path / "out"
     run = pretrain(*split(arguments(small, shards, out, "max_steps=2", "evaluate.probe_epochs=0")))
     assert run.summary["verdict"] == ["better than untrained: kNN 30.0 % against 0.0 % (chance 10.2) of 80 images"]
@@ -218,9 +218,9 @@ class Means(torch.nn.Module):
 def test_crops_are_the_same_for_every_backbone_and_on_any_number_of_ranks(
     flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from eagleray.protocols import crop_retrieval, feature_shards
+    from eagleray.protocols import crop_retrieval, features
 
-    monkeypatch.setattr(feature_shards, "BATCH", 16)
+    monkeypatch.setattr(features, "BATCH", 16)
     index = open_index(str(flat))
 
     def work() -> Any:
@@ -230,7 +230,7 @@ def test_crops_are_the_same_for_every_backbone_and_on_any_number_of_ranks(
     assert 5 < alone[0] < 100
     assert 1 < alone[1] < 12
     assert 0 < alone[2] < 3
-    assert on_ranks(2, work, tmp_path) == [alone, alone]
+    assert on_ranks(2, work, tmp_path, start="fork") == [alone, alone]
     monkeypatch.setattr(crop_retrieval, "AREA", (1.0, 1.0))
     assert work()[0] == 100
     assert measure_crops(Means(), index, np.arange(4), size=16, resize=32) is None  # type: ignore[arg-type]

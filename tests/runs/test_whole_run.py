@@ -63,6 +63,7 @@ def test_history_is_in_mlflow(whole: Path):
     assert "knn/top1" in run.data.metrics
     names = {f.path for f in client.list_artifacts(run.info.run_id)}
     assert {"recipe.yaml", "summary.json", "health.png", "checkpoints.json", "report.html", "report"} <= names
+    assert "neighbours.png" in names, "which the report shows"
     data = {d.tags[0].value: d.dataset for d in run.inputs.dataset_inputs}
     assert data.keys() == {"training", "test"}
     assert data["training"].name.endswith("shards0/train")

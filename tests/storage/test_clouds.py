@@ -114,6 +114,10 @@ def test_files_are_listed_by_folder_and_by_tree(folder: str) -> None:
         f"{folder}/x-002.tar",
     ]
     assert "no .tar shards there" in one_line(lambda: store.list_shards(f"{folder}/gone"))
+    assert {b.url for b in at(folder).each(f"{folder}/")} == direct
+    for after in (f"{folder}/x-003.tar", f"{folder}/sub/n"):
+        if at(folder).seeks:
+            assert [b.url for b in at(folder).walk(folder, after)] == sorted(url for url in above if url > after)
 
 
 def test_ranges_are_exact_also_of_a_file_that_was_sent_in_pieces(folder: str, tmp_path: Path) -> None:
@@ -370,15 +374,6 @@ def test_a_google_token_that_is_refused_is_replaced(
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     monkeypatch.setitem(store.STORES, "gs", gs.GsStore())
     assert "GOOGLE_APPLICATION_CREDENTIALS" in one_line(lambda: at(url).get(url))
-
-
-def test_a_process_has_connections_of_its_own(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one connection would mix up their answers."""
-    storage: Any = store.STORES["gs"]
-    mine = storage.pools.to("http://127.0.0.1")
-    assert storage.pools.to("http://127.0.0.1") is mine
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert storage.pools.to("http://127.0.0.1") is not mine
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:

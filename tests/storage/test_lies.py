@@ -14,8 +14,8 @@ from helpers.naps import pass_at_once
 
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import store
-from eagleray.storage.allowed import Allowed
 from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import Allowed
 from eagleray.storage.listing import Page
 from eagleray.storage.store import Store
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from eagleray.base.errors import UserError
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.literal import split_literal
 from eagleray.storage.store import LocalStore, list_shards
+from eagleray.storage.url_patterns import split_literal
 
 LETTERS = "ab12[]{}*?,.-! "
 NAME = st.text(LETTERS, min_size=1, max_size=8).filter(lambda name: name.strip(".") != "")

@@ -24,8 +24,8 @@ from eagleray.data.loader import Loader
 from eagleray.data.reader import StepPart, Stream
 from eagleray.datasets import shards as shard_writing
 from eagleray.datasets.shards import Sample
-from eagleray.storage import retry, s3, store
-from eagleray.storage.store import S3Store
+from eagleray.storage import remote, retry, store
+from eagleray.storage.s3 import S3Store
 from eagleray.views.sampling import Views
 
 LARGE = 24 * 2**20  # bytes, more than sockets and the server hold on their way
@@ -111,15 +111,6 @@ def test_one_request_lists_a_folder(bucket: str, tmp_path: Path, anew: Callable[
     store.STORES["s3"].client().meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
     assert len(store.list_shards(bucket)) == 3
     assert asked == ["ListObjectsV2"]
-
-
-def test_a_process_has_a_client_of_its_own(anew: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one connection would mix up their answers."""
-    anew()
-    mine = store.STORES["s3"].client()
-    assert store.STORES["s3"].client() is mine
-    monkeypatch.setattr(store.os, "getpid", lambda: -1)
-    assert store.STORES["s3"].client() is not mine
 
 
 def keys_of(index: Index) -> list[str]:
@@ -323,7 +314,7 @@ def test_a_transfer_that_breaks_off_is_begun_anew(
     url, data = large
     broken: list[Exception] = []
     starts: list[threading.Thread] = []
-    honest = s3.read_body
+    honest = remote.read_stream
 
     def receive(body: Any, length: int) -> memoryview:
         if not starts:
@@ -336,7 +327,7 @@ def test_a_transfer_that_breaks_off_is_begun_anew(
             broken.append(e)
             raise
 
-    monkeypatch.setattr(s3, "read_body", receive)
+    monkeypatch.setattr(remote, "read_stream", receive)
     try:
         got = store.store(url).read(url, 1, LARGE - 1, patience=60)
     finally:

@@ -1,6 +1,5 @@
 """How a store is asked: by the usual settings, as nobody where there are none, and never with a secret in a URL."""
 
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -155,26 +154,3 @@ def test_one_page_of_a_long_listing_is_repeated_not_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(s3, "make_client", lambda: client)
     assert [b.url for b in S3Store().list("s3://b/train/")] == [f"s3://b/train/{n}.tar" for n in range(4)]
     assert client.asked == ["0", "1", "2", "3", "3"]
-
-
-def test_a_process_that_is_forked_while_a_client_is_made_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader process, while the thread that stores checkpoints renews its credentials."""
-    storage, parent, begun, gate = S3Store(), os.getpid(), threading.Event(), threading.Event()
-
-    def slow() -> Any:
-        begun.set()
-        if os.getpid() == parent:
-            gate.wait()
-        return LongListing([])
-
-    monkeypatch.setattr(s3, "make_client", slow)
-    thread = threading.Thread(target=storage.client)
-    thread.start()
-    begun.wait()
-    process = multiprocessing.get_context("fork").Process(target=storage.client)
-    process.start()
-    process.join(5)
-    process.kill()
-    gate.set()
-    thread.join()
-    assert process.exitcode == 0

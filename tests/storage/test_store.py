@@ -11,8 +11,8 @@ import pytest
 
 from eagleray.base.errors import UserError
 from eagleray.storage import store
-from eagleray.storage.braces import expand_braces
 from eagleray.storage.store import Blob, LocalStore, absolute, list_shards, put_bytes
+from eagleray.storage.url_patterns import expand_braces
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_braces_are_those_of_a_shell(pattern: str) -> None:
         ("sub/none", "none: cannot be read: No such file or directory"),
         ("x-{010..013}.tar", "x-012.tar"),
         ("q*.tar", "no .tar shards there"),
-        ("empty", "empty: no .tar shards there; `eagleray prepare` makes them from images"),
+        ("empty", "empty: no .tar shards there, nor anything else; expected .tar or .parquet shards in it, or images"),
         ("index.parquet", "index.parquet: no .tar shards there"),
         ("*/z.tar", "wildcards are allowed in the file name only"),
     ],

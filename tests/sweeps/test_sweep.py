@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking, tracking_of, write_note
-from eagleray.sweeps import plots, run
+from eagleray.sweeps import checks, plots, run
 from eagleray.sweeps.study import Study, begin, check_same, write_best, write_table
 from eagleray.sweeps.sweep import Sweep, Values, corners, count_trials, load, recipe_of, suggest
 
@@ -37,7 +39,7 @@ def write(folder: Path, **changes: Any) -> str:
 
 def wrong(folder: Path, *overrides: str, **changes: Any) -> str:
     with pytest.raises(UserError) as e:
-        run.check_objective(load(write(folder, **changes), overrides))
+        checks.check_objective(load(write(folder, **changes), overrides))
     [line] = str(e.value).splitlines()
     return line
 
@@ -146,7 +148,7 @@ def test_a_sweeps_own_file_goes_on_as_it_is_or_with_other_keys(tmp_path: Path):
         assert set(other.alternatives[name].space) == {"method.momentum.value", "method.temperature"}
         r = recipe_of(other, name, {}, name)
         assert (r.optim.epochs, r.optim.lr.value) == (50, 0.5)
-    with pytest.raises(UserError, match="epoks: unknown key; did you mean 'epochs'"):
+    with pytest.raises(UserError, match=r"epoks: unknown key; did you mean 'optim\.epochs'"):
         load(file, ["optim.epoks=50"])
 
 
@@ -162,8 +164,8 @@ def test_a_recipe_written_into_a_sweep_has_its_fixed_keys_and_no_base(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"space": {"optim.lrr": {"log": [1, 2]}}}, "unknown key; did you mean 'lr'?"),
-        ({"space": {"method.momentun.value": {"choice": [1]}}}, "did you mean 'momentum'?"),
+        ({"space": {"optim.lrr": {"log": [1, 2]}}}, "unknown key; did you mean 'optim.lr'?"),
+        ({"space": {"method.momentun.value": {"choice": [1]}}}, "did you mean 'method.momentum'?"),
         ({"space": {"optim.momentum": {"uniform": [0.5, 1.5]}}}, "less than or equal to 1"),
         ({"space": {"optim.momentum": {"uniform": [0.9, 0.5]}}}, "low 0.9 is above high 0.5"),
         ({"space": {"optim.momentum": {"log": [0, 0.5]}}}, "low 0 is not positive"),
@@ -211,10 +213,10 @@ def test_a_classifier_is_an_objective_where_there_is_one(tmp_path: Path):
         path = write(tmp_path, objective={"key": key}, space=space)
         (tmp_path / "small.yaml").write_text(text.replace("workers: 0}", f"workers: 0{more}}}"))
         if said is None:
-            run.check_objective(load(path))
+            checks.check_objective(load(path))
         else:
             with pytest.raises(UserError, match=said):
-                run.check_objective(load(path))
+                checks.check_objective(load(path))
 
 
 def test_every_value_is_tried_before_anything_starts(tmp_path: Path):
@@ -344,15 +346,44 @@ def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
         assert told == {"rows": {}}
 
 
+DRIVER = """
+import sys
+import ray.tune, ray.tune.execution.tune_controller
+from eagleray.cli import main
+from eagleray.sweeps import ray_tune, run
+
+def launch(*given, **more):
+    if found := {"torch", "timm", "torchvision"} & sys.modules.keys():
+        raise RuntimeError(f"{found} imported")
+
+ray_tune.launch = launch
+run.parent = run.end = lambda *given, **more: {"finished": True}
+main.main()
+"""
+
+
+def test_the_driver_of_a_sweep_imports_no_pytorch(shards: Path, tmp_path: Path):
+    """A head has one for every sweep; the process that checks the sweep ends before the first trial."""
+    words = ["tune", write(tmp_path), f"out={tmp_path / 'out'}"]
+    for data, status, said in ("/nowhere", 2, "error: data.train: /nowhere: cannot be read"), (shards / "train", 0, ""):
+        command = [sys.executable, "-c", DRIVER, *words, f"data.train={data}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stderr.strip()[: len(said) or None]) == (status, said), done.stdout
+    machine = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert machine["command"][-1] == f"data.train={shards / 'train'}"
+    assert machine["packages"]["torch"][0].isdigit()
+
+
 def test_an_evaluation_before_the_end_of_some_trials_is_an_objective(tmp_path: Path):
     changes: dict[str, Any] = {"objective": {"key": "knn/top1"}, "fixed": {"evaluate.every": 2}}
-    run.check_objective(load(write(tmp_path, **changes), ["optim.epochs=3"]))
-    run.check_objective(load(write(tmp_path, space={"optim.epochs": {"choice": [2, 4]}}, **changes)))
+    checks.check_objective(load(write(tmp_path, **changes), ["optim.epochs=3"]))
+    checks.check_objective(load(write(tmp_path, space={"optim.epochs": {"choice": [2, 4]}}, **changes)))
 
 
 def test_a_sweep_goes_on_with_the_objective_that_it_began_with(study: Study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": len(study.rows)})
-    monkeypatch.setattr(run, "check_data", lambda sweep, folder: None)
+    checked = lambda study, objective: {"checked": objective and checks.check_objective(study.sweep)}  # noqa: E731
+    monkeypatch.setattr(run, "checked", checked)
     given = ["sweep.objective.key=label_free", "sweep.objective.mode=min", f"out={study.folder}"]
     file = write(study.folder.parent)
     with pytest.raises(UserError, match="expected max"):
@@ -365,7 +396,7 @@ def test_a_sweep_goes_on_with_the_objective_that_it_began_with(study: Study, mon
 
 def test_a_sweep_is_not_written_into_the_folder_of_a_run(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "conduct", lambda study, most: {"rows": len(study.rows)})
-    monkeypatch.setattr(run, "check_data", lambda sweep, folder: None)
+    monkeypatch.setattr(run, "checked", lambda study, objective: {})
     for name in ("recipe.yaml", "environment.json"):
         (study.folder / name).write_text("{}")
     with pytest.raises(UserError, match=rf"^out={study.folder}: holds a run; give another out=$"):
@@ -401,7 +432,7 @@ def test_pictures_leave_out_what_has_no_result_and_show_mappings_and_lists(tmp_p
             study.set(row["id"], state="finished")
     assert {r["alternative"] for r in study.rows.values() if r["metric"]} == {"first"}
     assert plots.drawn_keys(study, [study.rows["000"]]) == list(space)
-    assert [p.name for p in plots.draw(study)] == ["keys.png", "parallel.png", "curves.png"]
+    assert [p.name for p in plots.draw(study)] == ["keys.png", "parallel.png", "curves.png", "alternatives.png"]
 
 
 @pytest.mark.parametrize(
@@ -443,7 +474,7 @@ def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_p
     path = bundled.folder("tune") / f"{name}.yaml"
     assert path.read_text().startswith("# ")
     sweep = load(name)
-    run.check_objective(sweep)
+    checks.check_objective(sweep)
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(sweep))
     assert config.load(Sweep, again) == sweep

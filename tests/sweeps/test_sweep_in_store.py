@@ -36,7 +36,7 @@ from eagleray.storage import store
 from eagleray.sweeps.trial import Trial
 
 pytestmark = pytest.mark.slow
-OUT, TRIALS = "s3://sweeps/small", 8
+OUT, TRIALS = "s3://sweeps/small", 16  # enough that the sweep lasts until a node has joined and both kills are done
 
 
 @pytest.fixture

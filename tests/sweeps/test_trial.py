@@ -14,14 +14,14 @@ import pytest
 from helpers import forked
 from helpers.sweeps import through, trial_settings, wait_until
 
-from eagleray.base.errors import Outage
+from eagleray.base.errors import Outage, Superseded
 from eagleray.methods.method import Method
-from eagleray.runs import layout, pretrain
+from eagleray.runs import layout, pretrain, rank_run
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps import ray_tune
-from eagleray.sweeps.schedulers import LocalState
+from eagleray.sweeps.ray_tune import LocalState
 from eagleray.sweeps.study import Study
-from eagleray.sweeps.trial import History, Trial
+from eagleray.sweeps.trial import ObjectiveHistory, Trial
 
 
 @pytest.mark.parametrize(("rate", "state"), [(1e-3, "finished"), (1e30, "failed")])
@@ -29,14 +29,14 @@ def test_the_network_of_a_trial_is_gone_before_the_next_begins(
     rate: float, state: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     networks: list[weakref.ref[Method]] = []
-    build = pretrain.build_method
+    build = rank_run.build_method
 
     def noted(*args: Any, **kwargs: Any) -> Method:
         method = build(*args, **kwargs)
         networks.append(weakref.ref(method))
         return method
 
-    monkeypatch.setattr(pretrain, "build_method", noted)
+    monkeypatch.setattr(rank_run, "build_method", noted)
     gc.disable()  # or it might come by chance
     try:
         trial = Trial(
@@ -58,7 +58,7 @@ def test_the_network_of_a_trial_is_gone_before_the_next_begins(
 
 
 def test_a_history_is_parsed_once_and_again_where_it_is_replaced(tmp_path: Path):
-    path, history = tmp_path / "metrics.jsonl", History("knn")
+    path, history = tmp_path / "metrics.jsonl", ObjectiveHistory("knn")
     assert history.lines(path) == []
     path.write_text('{"step": 1, "knn": 5}\n{"step": 2, "loss": 1}\n{"step": 3, "kn')
     first = history.lines(path)
@@ -73,16 +73,29 @@ def test_a_history_is_parsed_once_and_again_where_it_is_replaced(tmp_path: Path)
     assert [r["knn"] for r in history.lines(path)] == [6]
 
 
+def ended_by(error: Exception, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+    """A trial whose run ends with an error."""
+
+    def end(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pretrain, "pretrain", end)
+    return Trial("000", trial_settings(shards, tmp_path, str(tmp_path / "trials"), {}), Tracking("none"))
+
+
+def test_a_trial_that_another_process_has_taken_over_ends_no_sweep(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trial = ended_by(Superseded("another process has taken the run over"), shards, tmp_path, monkeypatch)
+    with pytest.raises(Superseded):
+        through(trial)
+
+
 def test_a_trial_whose_store_stays_away_waits_for_the_sweep_to_continue(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A run that ends so is continued by the same command, and so is the sweep: nothing is wrong with the trial."""
-
-    def give_up(*_: Any, **__: Any) -> None:
-        raise Outage("s3://bucket: no answer for 10 minutes")
-
-    monkeypatch.setattr(pretrain, "pretrain", give_up)
-    trial = Trial("000", trial_settings(shards, tmp_path, str(tmp_path / "trials"), {}), Tracking("none"))
+    trial = ended_by(Outage("s3://bucket: no answer for 10 minutes"), shards, tmp_path, monkeypatch)
     [result] = through(trial)
     assert not (Path(trial.out) / layout.FAILED).exists()
     study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from helpers.sweeps import LONG, accounted, start, wait, wait_until, write
 
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
-from eagleray.sweeps import run
+from eagleray.sweeps import checks
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import load
 
@@ -170,5 +170,5 @@ def test_data_without_labels_cannot_serve_knn(sweep: Path, tmp_path: Path):
     write_shards(iter(images), str(tmp_path / "bare"))
     given = load(str(sweep), [f"data.train={tmp_path / 'bare'}"])
     with pytest.raises(UserError, match=r"needs labels, which data\.train does not have"):
-        run.check_data(given, tmp_path)
+        checks.check_data(given, tmp_path)
     assert Study(given, tmp_path).open_trials() == 4

@@ -14,7 +14,7 @@ from eagleray.runs.run_store import run_store
 from eagleray.sweeps import width
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, load
-from eagleray.sweeps.width import Waiting, Width, share
+from eagleray.sweeps.width import TrialWaiting, Width, share
 
 
 def sweep(folder: Path, *overrides: str) -> Sweep:
@@ -96,7 +96,7 @@ def test_trials_that_wait_say_what_for_once(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "out").mkdir()
     assert study.next()
     nodes: list[Any] = [{"CPU": 16.0}]
-    waiting = Waiting(study, {"CPU": 1, "GPU": 0.25}, lambda: nodes, lambda: None)
+    waiting = TrialWaiting(study, {"CPU": 1, "GPU": 0.25}, lambda: nodes, lambda: None)
     waiting()
     assert lines == []
     monkeypatch.setattr(width, "QUIET", -1.0)
@@ -121,7 +121,7 @@ def test_a_trial_with_workers_waits_until_these_have_room(
     study.set(row["id"], state="running")  # Tune has started its process, which asks for the workers
     if placed:
         run_store(study.trial(row["id"])).put(layout.PLACEMENT, "id")
-    waiting = Waiting(study, {"CPU": 0}, lambda: [{"memory": 1.0}], lambda: None)
+    waiting = TrialWaiting(study, {"CPU": 0}, lambda: [{"memory": 1.0}], lambda: None)
     waiting()
     waiting()
     line = "waiting for room for a trial, 4 worker(s) with a GPU each; the machines that are up have 0 CPU, 0 GPU"

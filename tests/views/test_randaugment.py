@@ -11,7 +11,7 @@ from timm.data.transforms_factory import transforms_imagenet_train
 
 from eagleray import config
 from eagleray.config.view import View
-from eagleray.views.randaugment import augment, posterize
+from eagleray.views.operations import augment, posterize
 
 POLICY = "rand-m9-mstd0.5-inc1"
 

@@ -18,21 +18,21 @@ def check_method(
     plugins: Sequence[str | Path] = (),
     tolerance: float = 1e-4,
 ) -> MethodReport:
-    """Check that a method keeps what every method promises, on small random batches and the CPU, in about a minute.
+    """Check that a method follows the rules below. The checks take about a minute on the CPU.
 
-    `method` is its name, or the method section of a recipe such as `{"name": "my_method", "dim": 16}`; `plugins` are
-    the files and modules that register it. `overrides` change keys of the small recipe that is used, such as
-    `backbone` or `views`. The checks are these:
+    `method` is the name of a method, or the method section of a recipe such as `{"name": "my_method", "dim": 16}`.
+    `plugins` lists the files and modules that register the method. `overrides` changes keys of the small recipe that
+    the checks use, such as `backbone` or `views`. `tolerance` is the largest relative difference between losses or
+    gradients that the checks allow. The rules are:
 
-    * A step reads nothing from the device.
-    * The loss and all gradients are finite, and a gradient reaches every trainable parameter.
-    * A run that is resumed from a checkpoint is the same to the bit.
-    * Micro-batches give the gradient of the batch, unless the backbone has batch norm.
-    * Two processes, with equal and with unequal shares of the batch, compute what one does. `tolerance` is the largest
-      difference of loss and gradient.
-    * `export()` returns a backbone whose features have the width that it states.
+    * No training step makes the host wait for the device.
+    * The loss and all gradients are finite, and every trainable parameter receives a gradient.
+    * A run that resumes from a checkpoint is bit-identical to a run without an interruption.
+    * Micro-batches give the same gradient as the whole batch. Backbones with batch norm are exempt.
+    * Two processes compute the same loss and gradient as one, whether their shares of the batch are equal or not.
+    * The features of the backbone from `export()` have the width that the backbone reports.
 
-    Raises PluginError, whose message says which of them failed and why, and UserError for a wrong recipe.
+    Raises PluginError, with the failed check and the reason, or UserError if the recipe is wrong.
 
     Example:
 

@@ -11,18 +11,18 @@ from eagleray.api.run import Run
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_history
-from eagleray.base.progress import PhaseProgress, progress_bar
-from eagleray.cluster.ray_map import ray_map
-from eagleray.cluster.scan_shards import scanner
+from eagleray.base.progress import PhaseProgress, counting, progress_bar
+from eagleray.cluster.ray_map import ray_map, scanner
 from eagleray.config import plugins as loading
+from eagleray.config.source import Source
 from eagleray.data.image_folder import address
-from eagleray.data.index import open_index, write_index
+from eagleray.data.index import open_shown, write_index
 from eagleray.data.index_faults import faults_of
 from eagleray.data.index_file import aside_in
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
-from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.datasets.sources.source import PrepareOptions
 from eagleray.evaluation.embeddings import open_embedding
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
@@ -30,28 +30,28 @@ from eagleray.storage import store
 from eagleray.storage.store import absolute
 
 
-def index(data: str | Path | Sequence[str]) -> list[dict[str, Any]]:
-    """Index existing WebDataset tars or a folder of images again. Returns a dictionary for every folder: `index` is the
-    URL of the index file, `images` the number of usable images, `bad` that of broken samples, and `left_out` says in a
-    line for each reason what is not used.
+def index(
+    data: str | Path | Sequence[str], *, image: str | None = None, label: str | None = None
+) -> list[dict[str, Any]]:
+    """Rebuild the index of WebDataset tars, Parquet files or a folder of images.
 
-    Data without an index is indexed when it is first used; call this after the data has changed. Raises UserError and
-    Outage.
+    Eagleray indexes data at its first use. Call `index` if the data has changed since. If several columns of Parquet
+    files may hold images or labels, `image` and `label` name the columns to read. The index stores this choice.
+
+    Returns a dictionary for every folder: the URL of the index file (`index`), the numbers of usable images (`images`)
+    and of broken samples (`bad`), and the reasons why samples are left out (`left_out`, one line each). Raises
+    UserError and Outage.
 
     Example:
 
         [folder] = eagleray.index("shards/")
         folder["images"], folder["bad"]
     """
-    urls = str(data) if isinstance(data, str | Path) else list(data)
+    urls = [str(data)] if isinstance(data, str | Path) else list(data)
+    sources = [Source(url=url, image=image, label=label) for url in urls]
 
-    with progress_bar("shards") as progress:
-        task = progress.add_task("index", total=None, rate="")
-
-        def tick(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        folders = write_index(urls, note=say, tick=tick, scan_all=scanner())
+    with counting("indexing", "files") as tick:
+        folders = write_index(sources, note=say, tick=tick, scan_all=scanner())
     return [
         {"index": url, "images": images, "bad": bad, "left_out": list(faults_of(url).lines())}
         for url, images, bad in folders
@@ -79,17 +79,18 @@ def prepare(
     plugins: Sequence[str | Path] = (),
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Turn a source of images into shards with their index and card, and return the card. The same call continues
-    after an interruption.
+    """Turn a source of images into shards with an index and a data card, and return the card. After an interruption,
+    repeat the call to continue.
 
-    `source` is `folder`, `webdataset`, `parquet` or the name of a public dataset, as `eagleray list datasets` prints
-    them; `origin` is its file, folder or s3:// URL, and `destination` a folder or s3:// URL for the shards. `size` is
-    MiB of source bytes per shard. Images with a longer side above `max_side` pixels become JPEGs of that size, and
-    those with a shorter side below `min_side` are left out, as are exact copies with `dedup`. `channels` is the number
-    of those of images that are not in red, green and blue. `seed` shuffles. `workers` are Ray tasks at once, by
-    default as many as there are CPUs; 0 means this process. `split`, `labels`, `images`, `column`, `where` and
-    `columns` are for some sources only: docs/prepare.md. `plugins` are files and modules to load, such as one with a
-    source of your own. `command` is kept in the card, by default the equal command of the command line.
+    `source` is `folder`, `webdataset`, `parquet` or the name of a public dataset from `eagleray list datasets`.
+    `origin` is the file, folder or s3:// URL of the source, and `destination` is the folder or s3:// URL for the
+    shards. `size` is the number of MiB of source images in each shard. If the longer side of an image is above
+    `max_side` pixels, `prepare` shrinks it to `max_side` and stores a JPEG. `prepare` leaves out images whose shorter
+    side is below `min_side` pixels and, with `dedup=True`, exact copies. `channels` is the number of channels of images
+    that are not RGB. `seed` sets the random order of the samples. `workers` is the number of parallel Ray tasks, by
+    default one per CPU; 0 runs all work in this process. `split`, `labels`, `images`, `column`, `where` and `columns`
+    apply only to some sources. `plugins` lists files and modules to load, such as a source of your own. The card stores
+    the text `command`, by default the equivalent command line.
 
     Raises UserError and Outage.
 
@@ -133,13 +134,14 @@ def measure(
     *,
     workers: int | None = None,
 ) -> str:
-    """Write measures of every image of a data set as Parquet files beside the shards, where `data.train.where` finds
-    them, and return their folder. The same call continues after an interruption.
+    """Measure every image of a data set, write the results to Parquet files, and return the folder of these files.
+    After an interruption, repeat the call to continue.
 
-    `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `columns` names measures, which
-    docs/select.md describes, by default all of pixels; `json.NAME` is a field of the JSON beside each image. `out` is a
-    folder or s3:// URL for them instead. `workers` are Ray tasks at once, by default as many as there are CPUs; 0 means
-    this process.
+    `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `columns` lists the columns to
+    compute, like `--columns` of `eagleray data measure`; the name `json.NAME` copies a field of the JSON file beside
+    each image. By default `measure` computes all columns except `json.NAME`. `out` is the folder or s3:// URL for the
+    Parquet files. By default they go beside the shards, where `data.train.where` finds them. `workers` is the number of
+    parallel Ray tasks, by default one per CPU; 0 runs all work in this process.
 
     Raises UserError and Outage.
 
@@ -171,21 +173,20 @@ def data_map(
     where: str = "",
     columns: str | Path = "",
 ) -> Path:
-    """Write one HTML file that shows a data set, and return its path: a map of its features, its clusters, near copies
-    side by side, the distribution of every column with the images at its ends, and what `where` would keep.
+    """Write one HTML file that shows a data set, and return the path of this file.
 
-    `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. The page shows what `measure`,
-    `embed` and `find_clusters` have written beside the shards; `features` names the folder of another embedding.
-    `where` is an expression as for `data.train.where`, and `columns` a Parquet or CSV file with columns for it.
-
-    Raises UserError and Outage.
+    The page shows a map of the features, the clusters, pairs of near copies, the images that `where` selects, and each
+    column's distribution and most extreme images. `data_map` reads the results of `measure`, `embed` and
+    `find_clusters` beside the shards. `data` is a folder, pattern or s3:// URL of shards, or a folder of images.
+    `features` is the folder that `embed` has written, by default one beside the shards. `where` is an SQL expression
+    like `data.train.where`, and `columns` is a Parquet or CSV file with columns for it. Raises UserError and Outage.
 
     Example:
 
         eagleray.data_map("shards/", "data.html", where="bytes > 2000")
     """
     url = absolute(str(data))
-    found = open_index(url, note=say)
+    found = open_shown(url, note=say)
     table = open_embedding(absolute(str(features).rstrip("/")), found) if features else None
     from eagleray.reports import data_map as mapping
 
@@ -195,14 +196,14 @@ def data_map(
 
 
 def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
-    """Return in which steps of a run the samples with a key were read, such as to answer a request to take an image
-    down: a dictionary for each sample, with its `shard`, `key` and `steps`, which are counted from 1.
+    """Return the training steps in which a run read the samples with a key, for example to answer a takedown request.
 
-    The steps follow from the recipe and the data, whose images are not read. An image that does not decode was replaced
-    by another one of its block, as quarantine.jsonl of the run says. `plugins` are files and modules to load,
-    among them those of the run, which are code and not loaded by themselves.
+    The result has a dictionary for each sample, with its `shard`, its `key` and the list `steps`. Steps count from 1.
+    `which` computes the steps from the recipe and the index, without reading images. If an image could not be decoded,
+    the run read a neighbouring image instead, and listed the broken image in quarantine.jsonl. `plugins` lists files
+    and modules to load. List the plug-ins of the run too, because `which` does not load them by itself.
 
-    Raises UserError when there is no such run or key, or the data is not there, and Outage when a store stays away.
+    Raises UserError if the run, the key or the data does not exist, and Outage if a store does not answer.
 
     Example:
 
@@ -216,7 +217,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     from eagleray.runs.plan import open_plan
 
     with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        for blob in aside_in(opened.out):  # indexes of data that is not the run's own
+        for blob in aside_in(opened.out):  # indexes that could not be stored beside the data
             (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(opened.out).get(blob.url))
         data = replace(recipe.data, test=None)
         plan = open_plan(replace(recipe, out=scratch, data=data), note=lambda _: None)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from eagleray.api.run import Run
-from eagleray.base.console import say
+from eagleray.base.console import say, say_loading
 from eagleray.base.errors import UserError
 from eagleray.base.numbers_given import share, whole
 from eagleray.config import plugins as loading
@@ -26,18 +26,19 @@ def embed(
     gpus: bool = False,
     plugins: Sequence[str | Path] = (),
 ) -> str:
-    """Write the features of every sample of a data set as Parquet files, in the order of its index, and return their
-    folder. The same call continues after an interruption.
+    """Write the features of every sample of a data set to Parquet files, in the order of the index, and return the
+    folder of these files. After an interruption, repeat the call to continue.
 
-    `backbone` is a run, a checkpoint, an export, `timm:NAME`, or a file of tensors with timm's name of its
-    `architecture`; `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `out` is a folder or
-    s3:// URL, by default one in `embeddings/` beside the shards. `features` are `pooled`, `last4` or `avgpool`, of
-    images whose short side is resized to `resize` pixels and whose centre of `size` pixels is cut out, by default as
-    the backbone's own evaluation does. `workers` are Ray tasks at once, 0 means this process; with `gpus=True` each has
-    a GPU. `plugins` are files and modules to load.
+    `backbone` is a run, a checkpoint, an export, `timm:NAME`, or a file of tensors, if `architecture` is the timm name
+    of its network. `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `out` is the folder
+    or s3:// URL for the files, by default one in `embeddings/` beside the shards. `features` is the type of features:
+    `pooled`, `last4` or `avgpool`. `embed` resizes the short side of each image to `resize` pixels, then crops the
+    central square of `size` pixels. By default `resize` and `size` are those of the backbone's own evaluation.
+    `workers` is the number of parallel Ray tasks; 0 runs all work in this process. `gpus=True` gives each task a GPU.
+    `plugins` lists files and modules to load.
 
-    Raises UserError when something is wrong, also when `out` has the features of another backbone or of other images,
-    and Outage when a store does not answer.
+    Raises UserError if an argument is wrong, or if `out` has features of a different backbone or of different images.
+    Raises Outage if a store does not answer.
 
     Example:
 
@@ -51,6 +52,7 @@ def embed(
     check_gpus(gpus, workers)
     check_backbone(os.fspath(backbone), architecture)
     check_data(os.fspath(data))
+    say_loading()
     from eagleray.evaluation import embed as embedding
     from eagleray.evaluation.target import load_target
 
@@ -81,18 +83,19 @@ def find_clusters(
     workers: int = 0,
     gpus: bool = False,
 ) -> str:
-    """Find the clusters and the near copies of a data set by its features, write them as columns beside the shards,
-    where `data.train.where` and `weight` find them, and return their folder.
+    """Find the clusters and the near copies in a data set from its features, and return the folder of the new columns.
 
-    `features` is the folder that `embed` has written, and `data` what it has embedded. `clusters` are the numbers of
-    clusters of each level, from the lowest up, by default a thousandth of the samples and a tenth of the level below.
-    Images of a cluster whose cosine similarity is at least `similar` count as copies of the one with the largest file;
-    with `bits` only those whose perceptual hashes, which `measure` writes, differ in at most so many of 63 bits.
-    The column `balance` is a weight that shares out a part `keep` of the images evenly among clusters. `seed` draws the
-    first centres. `workers` are Ray processes that share the work, 0 means this one; with `gpus=True` each has a GPU.
-    `out` is a folder or s3:// URL for the columns.
+    `features` is the folder that `embed` has written, and `data` is the data set that was embedded. `clusters` lists
+    the number of clusters on each level, from the lowest up. By default the lowest level has one cluster per thousand
+    samples, and each higher level has a tenth of the clusters of the level below. An image is a near copy of an image
+    with a larger file if both are in the same cluster and their cosine similarity is at least `similar`. If `bits` is
+    set, their perceptual hashes from `measure` also have to differ in at most `bits` of 63 bits. The column `balance`
+    is a sampling weight that selects the share `keep` of the images, evenly from all clusters. `seed` is the random
+    seed of the initial cluster centres. `workers` is the number of Ray processes that share the work; 0 runs all work
+    in this process. `gpus=True` gives each process a GPU. `out` is the folder or s3:// URL for the columns. By default
+    they go beside the shards, where `data.train.where` and `data.train.weight` find them.
 
-    Raises UserError when something is wrong, also when `features` are those of other images, and Outage when a store
+    Raises UserError if an argument is wrong or if `features` are those of different images. Raises Outage if a store
     does not answer.
 
     Example:
@@ -109,6 +112,7 @@ def find_clusters(
     similar, keep = share("similar", similar), share("keep", keep)
     check_gpus(gpus, workers)
     check_data(os.fspath(data))
+    say_loading()
     from eagleray.curation import cluster as clustering
 
     return clustering.cluster(

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagleray.api.run import Run
+from eagleray.base.console import say_loading
 from eagleray.base.errors import UserError
+from eagleray.cluster.ray_map import await_room
 from eagleray.config import plugins as loading
 from eagleray.evaluation.given import check_backbone, check_data, check_gpus
+from eagleray.evaluation.registry import check_asked
 from eagleray.evaluation.results import Result, table
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Scores(dict[str, float]):
-    """Scores by name, such as `knn/top1` in percent. Printing them shows a table."""
+    """Scores by name, such as `knn/top1` in percent. Printing the scores shows one line for each protocol."""
 
     results: list[Result]  # the outcome of each protocol with all its settings, as results.json keeps it
     out: str  # the folder or s3:// URL of results.json and the pictures
@@ -27,20 +30,20 @@ class Scores(dict[str, float]):
         self.results, self.out, self._report = report.results, report.folder, report
 
     def table(self, form: str = "markdown") -> str:
-        """Return a table as `markdown`, `latex` or `json`: the scores, beside untrained and published ones where
-        they are known."""
+        """Return the scores as a table in `markdown`, `latex` or `json`, or as `text` with one line for each protocol.
+        If published scores and scores of the untrained backbone are known, the table has them too."""
         return table(self._report.results, self._report.rows, form)
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the rows of the table as dictionaries, with its column names as keys."""
+        """Return the rows of the table as dictionaries whose keys are the column names."""
         return [row._asdict() for row in self._report.rows]
 
     def __str__(self) -> str:
-        return self.table()
+        return self.table("text")
 
 
 class Refused(UserError):
-    """Some protocols could not be run; `scores` holds the scores of the others."""
+    """`evaluate` could not run some of the protocols; the attribute `scores` holds the scores of the others."""
 
     def __init__(self, lines: Sequence[str], scores: Scores) -> None:
         super().__init__("; ".join(lines))
@@ -56,7 +59,6 @@ def evaluate(
     coco: str | Path | None = None,
     masks: str | Path | None = None,
     davis: str | Path | None = None,
-    frames: str | Path | None = None,
     suite: str | Path | None = None,
     architecture: str | None = None,
     untrained: bool = False,
@@ -66,19 +68,19 @@ def evaluate(
     plugins: Sequence[str | Path] = (),
     **settings: Any,
 ) -> Scores:
-    """Evaluate a backbone and return the numbers by name.
+    """Evaluate a backbone with one or several protocols, and return the scores by name.
 
-    `backbone` is a run or its checkpoint, `timm:NAME`, a file of tensors with timm's name of its `architecture`, or
-    `untrained:NAME`. `train` is labelled data to learn from and `test` data to test on; without `test` a tenth of
-    `train` is held out. `coco`, `masks`, `davis`, `frames` and `suite` are the folders or s3:// URLs that other
-    `protocols` need. `untrained=True` evaluates the same architecture without training, too. `workers` Ray workers
-    extract features, measure videos and fine-tune networks, 0 means this process; with `gpus=True` each worker has a
-    GPU. Further keywords are settings of the protocols, such as `k=10`, or of one of them: `**{"linear.epochs": 10}`.
-    `plugins` are files and modules to load, which the run of a plug-in's method needs. Every result is kept in
-    results.json in `out`, by default the run's folder.
+    `backbone` is a run, a checkpoint, `timm:NAME`, `untrained:NAME`, or a file of tensors, if `architecture` is the
+    timm name of its network. `train` is the labelled training data, and `test` is the test data. Without `test`, a
+    tenth of `train` is held out. Some protocols read `coco`, `masks`, `davis` or `suite` instead, which are folders or
+    s3:// URLs. With `untrained=True`, `evaluate` also evaluates an untrained backbone of the same architecture.
+    `workers` is the number of Ray workers that share the work; 0 runs all work in this process. `gpus=True` gives each
+    worker a GPU. Further keyword arguments are settings of all protocols, such as `k=10`, or of one protocol, such as
+    `**{"linear.epochs": 10}`. `plugins` lists files and modules to load, such as one that defines the run's method.
+    `evaluate` stores all results in results.json in the folder `out`. By default `out` is the run's folder.
 
-    Raises UserError when the backbone, the data or a setting is wrong, and its subclass Refused, after the other
-    protocols are done, when some could not be run.
+    Raises UserError if the backbone, the data or a setting is wrong. If some protocols cannot be run, `evaluate`
+    finishes the others and then raises Refused, a subclass of UserError.
 
     Example:
 
@@ -86,18 +88,23 @@ def evaluate(
         scores["knn/top1"]
         print(scores)
     """
-    folders = {"coco": coco, "masks": masks, "davis": davis, "frames": frames, "suite": suite}
+    folders = {"coco": coco, "masks": masks, "davis": davis, "suite": suite}
     loading.use(plugins)
+    names = [p.strip() for p in (protocols.split(",") if isinstance(protocols, str) else protocols)]
     check_gpus(gpus, workers)
+    check_asked(names, settings)
     check_backbone(os.fspath(backbone), architecture)
     for data in (train, test):
         if data:
             check_data(os.fspath(data))
+    if workers:
+        await_room(gpus)
+    say_loading()
     from eagleray.evaluation import evaluate as evaluation
 
     request = evaluation.Request(
         backbone=os.fspath(backbone),
-        protocols=[p.strip() for p in (protocols.split(",") if isinstance(protocols, str) else protocols)],
+        protocols=names,
         train=str(train) if train else None,
         test=str(test) if test else None,
         folders={need: str(folder) for need, folder in folders.items() if folder},

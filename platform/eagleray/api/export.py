@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from eagleray.base.errors import UserError
+from eagleray.base.console import say_loading
+from eagleray.base.errors import UserError, reworded
 from eagleray.base.files import check_local
 from eagleray.config import plugins as loading
 from eagleray.engine.export_files import FILE, export_in
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 def load(
     source: str | os.PathLike[str], *, architecture: str | None = None, plugins: Sequence[str | Path] = ()
 ) -> "Backbone":
-    """Return a backbone as a PyTorch module, in evaluation mode on the CPU.
+    """Load a backbone as a PyTorch module, in evaluation mode on the CPU.
 
     `source` is a `Run`, a run's folder or s3:// URL, a checkpoint, an exported backbone.safetensors or its folder,
-    `timm:NAME`, or any file of tensors together with timm's name of its `architecture`. The module's `model` is the
-    network of timm.
+    `timm:NAME`, or a file of tensors, if `architecture` is the timm name of its network. The attribute `model` of the
+    returned module is the timm network.
 
-    Raises UserError when there is nothing that can be loaded.
+    Raises UserError if `source` contains no backbone that can be loaded.
 
     Example:
 
@@ -52,10 +53,8 @@ def load(
     check_backbone(name, architecture)
     from eagleray.evaluation.target import load_target
 
-    try:
+    with reworded(("--architecture NAME", "architecture=NAME")):
         return load_target(name, architecture).backbone
-    except UserError as e:
-        raise UserError(str(e).replace("--architecture NAME", "architecture=NAME")) from None
 
 
 def export(
@@ -67,16 +66,17 @@ def export(
     heads: bool = False,
     plugins: Sequence[str | Path] = (),
 ) -> Path:
-    """Write a run's or a checkpoint's backbone as files that the library `to` loads, and return what it loads: the file
-    or, of timm-hub and transformers, the folder. docs/export.md describes the files.
+    """Export the backbone of a run or a checkpoint, and return the path that the library `to` loads. The path is a
+    folder for timm-hub and transformers, and a file for the other libraries.
 
-    They are written into the folder `destination`, by default the run's `export/`, or a folder in it for any library
-    but timm, for another encoder and for a checkpoint, such as `export/onnx` and `export/student-step-100`. They count
-    only after a fresh process, with that library alone, has loaded them and got the same features of ten photographs.
-    `what` names an encoder of the method, such as `student`, instead of the one that is evaluated. With `heads` another
-    file, for `start.from` alone, has what else the method holds: heads, centres, queues.
+    `destination` is the folder for the files. By default the files go into the folder `export/` of the run. If `to` is
+    not timm, if `what` is set, or if `source` is a checkpoint, the files go into a subfolder such as `export/onnx` or
+    `export/student-step-100`. `export` loads the files in a new process with that library alone, and keeps them only if
+    ten photographs give the same features as in Eagleray. `what` names an encoder of the method, such as `student`; by
+    default `export` uses the encoder that the run evaluates. With `heads=True`, `export` adds a file with the method's
+    heads, centres and queues. Only `start.from` reads this file.
 
-    Raises UserError when the outputs differ, or the library cannot build this network.
+    Raises UserError if the features differ, or if the library cannot build this network.
 
     Example:
 
@@ -106,6 +106,7 @@ def write(
     loading.use(plugins)
     url = absolute(os.fspath(source).rstrip("/"))
     check_run(url)
+    say_loading()
     from eagleray.exports.source import load_source
     from eagleray.exports.write import write as write_export
 

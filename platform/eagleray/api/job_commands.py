@@ -1,6 +1,7 @@
 """Pack any long command for a cluster, after checking on this machine what can be checked here."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ from eagleray.base.errors import UserError
 from eagleray.cluster import job_package
 from eagleray.cluster.job_package import JobPackage, check_place
 from eagleray.models.network import is_public
+from eagleray.runs.stop_request import check_hours
 
 RUNS = ("pretrain", "finetune")
 COMMANDS = (*RUNS, "tune", "evaluate", "prepare", "index")
 # Options whose values other nodes must find.
-PLACES = ("train", "test", "coco", "masks", "davis", "frames", "suite", "out", "labels", "images", "columns")
+PLACES = ("train", "test", "coco", "masks", "davis", "suite", "out", "labels", "images", "columns")
 SWEEP = "sweep.yaml"
 Options = Mapping[str, Any]
 Plugins = Sequence[str | Path]
@@ -35,6 +37,15 @@ def pack(command: str, arguments: Sequence[str], options: Options, plugins: Plug
             check_place(f"--{name}", str(options[name]))
     packers = {"tune": _tune, "evaluate": _evaluate, "prepare": _prepare, "index": _index}
     return packers[command](arguments, options, plugins)
+
+
+def limited(package: JobPackage, hours: float) -> JobPackage:
+    """Return the package of a run that ends after so many hours. Raises UserError for other commands and hours."""
+    check_hours(hours)
+    if package.command not in RUNS:
+        instead = "; a sweep has sweep.hours" * (package.command == "tune")
+        raise UserError(f"--max-hours {hours:g}: only for runs{instead}")
+    return replace(package, words=(*package.words, "--max-hours", f"{hours:g}"))
 
 
 def words_of(options: Options) -> list[str]:
@@ -61,7 +72,7 @@ def _run(command: str, arguments: Sequence[str], options: Options, plugins: Plug
 
 def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
     """A sweep: the file that is sent has its recipes in it."""
-    from eagleray.sweeps.run import check_objective
+    from eagleray.sweeps.checks import check_objective
     from eagleray.sweeps.sweep import corners, count_trials, load, recipe_of
 
     name, *keys = arguments
@@ -72,7 +83,6 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
         where = f"alternatives.{alternative}" if alternative else name
         recipe = recipe_of(sweep, alternative, corners(branch.space)[0], where)
         job_package.check_data_places(recipe)
-        job_package.check_lanes(recipe)
     # Sent again, an interrupted one continues; a new one begins all the same.
     words = [SWEEP, *words_of({**options, "resume": True})]
     text = config.dump(sweep)

@@ -1,7 +1,7 @@
 """Submit, list, follow and stop runs and other long commands on a cluster."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +9,8 @@ from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.cluster import jobs as cluster_jobs
-from eagleray.cluster.jobs import Cluster
-
-
-@dataclass(frozen=True)
-class Job(cluster_jobs.Job):
-    """A run that was submitted to a cluster, with its state at the time of the request."""
-
-    address: str = ""  # the URL of the cluster's dashboard
-
-    def follow(self) -> int:
-        """Print the run's output until it ends, and return its exit status. Ctrl-C stops the printing, not the run.
-        Raises Outage when the head stays away."""
-        return cluster_jobs.follow(Cluster(self.address), self.id, say)
-
-    def logs(self) -> str:
-        """Return what the run has printed so far."""
-        return Cluster(self.address).logs(self.id)
-
-    def stop(self) -> None:
-        """Ask the run to save a checkpoint and end, and wait until it has. Submitting the run again continues it.
-        Raises Outage when it does not end."""
-        cluster_jobs.stop(Cluster(self.address), self.id, say)
+from eagleray.cluster.dashboard import locate
+from eagleray.cluster.jobs import Job
 
 
 def submit(
@@ -43,23 +23,24 @@ def submit(
     gpus: int | None = None,
     gpu: str | None = None,
     insist: bool = False,
+    max_hours: float | None = None,
     address: str | None = None,
     join: bool = False,
     command: str = "pretrain",
     options: Mapping[str, Any] = {},
 ) -> Job:
-    """Send a run or another long command to a Ray cluster, or let it continue there, and return its job.
+    """Submit a run or another long command to a Ray cluster, and return its job. To continue a run, submit it again.
 
-    `recipe`, `overrides`, `out`, `workers` and `plugins` are as in `pretrain`; data and `out` are s3:// URLs or paths
-    that are the same on all nodes. `gpus` stands for as many workers with a GPU each. `address` is the dashboard of the
-    Ray head, by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. With `join` a run that is running there already is
-    returned.
+    `recipe`, `overrides`, `out`, `workers`, `plugins` and `max_hours` have the same meaning as in `pretrain`. The data
+    and `out` must be s3:// URLs or paths that are the same on all nodes. `gpus=N` requests N workers with one GPU each.
+    `address` is the URL of the dashboard on the Ray head node, by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS. If the
+    run is already running on the cluster, `join=True` returns the job of this run.
 
-    `command` may also be `finetune`, `tune`, `evaluate`, `prepare` or `index`. `recipe` is then its first argument on
-    the command line, `overrides` lists the further ones, and `options` has its options by name, such as
-    `{"max_concurrent": 4}`.
+    `command` may also be `finetune`, `tune`, `evaluate`, `prepare` or `index`. For these commands, `recipe` is the
+    first argument on the command line, `overrides` lists the other arguments, and `options` has the options by name,
+    such as `{"max_concurrent": 4}`.
 
-    Raises UserError for a wrong recipe or address, and for a run that is running there already without `join`.
+    Raises UserError for a wrong recipe or address, or if the run is already running and `join` is false.
 
     Example:
 
@@ -73,45 +54,49 @@ def submit(
 
     if command not in job_commands.COMMANDS:
         raise UserError(f"command={command}: expected one of {', '.join(job_commands.COMMANDS)}")
-    cluster_jobs.locate(address)
+    locate(address)
     variables, stays = job_package.environment()
     arguments = [str(recipe), *overrides_of(overrides, out=out, workers=workers)]
     package = job_commands.pack(command, arguments, options, plugins, gpus)
+    if max_hours is not None:
+        package = job_commands.limited(package, max_hours)
     if gpu and package.recipe:
-        from eagleray.api.planning import check_named
+        from eagleray.datasets.catalogue import images_of
+        from eagleray.runs.local_forecast import check_named
 
-        check_named(package.recipe, package.name, gpu, insist=insist)
-    cluster = Cluster(address)
+        check_named(package.recipe, images_of(package.name), gpu, insist=insist)
+    cluster = cluster_jobs.Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
         say(line)
     return job(cluster_jobs.submit(cluster, package, variables, say, join=join), address=address)
 
 
 def jobs(address: str | None = None) -> list[Job]:
-    """Return the runs and other commands that were submitted to a cluster, oldest first. `waits` says what one of them
-    waits for. Raises UserError.
+    """Return the runs and other commands that were submitted to a cluster, oldest first. The attribute `waits` of a job
+    says what the job is waiting for. Raises UserError.
 
     Example:
 
         for job in eagleray.jobs():
             print(job.id, job.state, job.out)
     """
-    cluster = Cluster(address)
-    return [_job(cluster, job) for job in cluster.jobs()]
+    cluster = cluster_jobs.Cluster(address)
+    known = cluster.jobs()
+    return [_job(cluster, job, known) for job in known]
 
 
 def job(id: str, *, address: str | None = None) -> Job:
-    """Return a submitted run by its id. Raises UserError when no run has this id.
+    """Return the submitted run or command with this id. Raises UserError if the cluster has no job with this id.
 
     Example:
 
         for known in eagleray.jobs():
             print(eagleray.job(known.id).logs())
     """
-    cluster = Cluster(address)
+    cluster = cluster_jobs.Cluster(address)
     return _job(cluster, cluster.job(id))
 
 
-def _job(cluster: Cluster, job: cluster_jobs.Job) -> Job:
-    """Return a job with what it waits for."""
-    return Job(**vars(replace(job, waits=cluster.waits(job))), address=cluster.address)
+def _job(cluster: cluster_jobs.Cluster, job: Job, known: Sequence[Job] | None = None) -> Job:
+    """Return a job with what it waits for, and where it is. `known` are all jobs, if they have just been listed."""
+    return replace(job, waits=cluster.waits(job, known), address=cluster.address)

@@ -1,41 +1,15 @@
 """Plan a run before anything starts: memory, speed, what limits it, hours and money."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.runs import recipe as recipes
-from eagleray.runs.recipe import Recipe
 
 if TYPE_CHECKING:
-    from eagleray.runs.forecast import Data, Forecast
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a run. Printed, it is what `eagleray plan` prints.
-
-    Example:
-
-        planned = eagleray.plan("mocov3_vits16_in1k_ep300", gpu="h100", gpus=16, input_rate=250)
-        planned.forecast.fits, planned.forecast.images_per_s, planned.forecast.hours
-    """
-
-    recipe: Recipe
-    forecast: "Forecast"
-    data: "Data"
-    price: float | None
-
-    def json(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
-        return self.forecast.json(self.price)
-
-    def __str__(self) -> str:
-        from eagleray.runs.forecast import report
-
-        return "\n".join(report(self.recipe, self.forecast, self.data, self.price))
+    from eagleray.runs.forecast import Forecast
 
 
 def plan(
@@ -46,29 +20,35 @@ def plan(
     gpus: int | None = None,
     price: float | None = None,
     images: int | None = None,
+    cpus: int | None = None,
     input_rate: float | None = None,
     store_rate: float | None = None,
     plugins: Sequence[str | Path] = (),
     **keys: Any,
-) -> Planned:
-    """Say before a run starts whether it fits, how fast it will be, what limits it and what it costs.
+) -> "Forecast":
+    """Forecast whether a run fits into memory, how fast it will be, what limits its speed and what it will cost.
 
-    `recipe`, `overrides`, `plugins` and `keys` are as in `pretrain`. `gpu` is a name of the table in docs/plan.md,
-    such as `h100`; without it the plan is for this machine, and on a CPU a short step is measured. `gpus` is the number
-    of workers, and `price` what a device costs in an hour. The number of images is that of `data.train`, or `images`,
-    or that of the data set in the recipe's name. `input_rate` is the images per second that one loader process decodes
-    and crops; without it that is measured here. `store_rate` is the MB per second that the store gives in all.
+    `recipe`, `overrides`, `plugins` and `keys` have the same meaning as in `pretrain`. `gpu` is a kind of GPU, such as
+    `h100`, `a100-80` or `l4`. Without `gpu` the forecast is for this machine; on a CPU, Eagleray then times a short
+    training step. `gpus` is the number of workers, and `price` is the price of a device per hour. If the recipe has no
+    `data.train`, `images` is the number of training images, by default the size of the data set in the recipe's name.
+    `cpus` is the number of CPU cores that each device has; without it, `plan` does not forecast the input of a recipe
+    with `data.workers=auto`. `input_rate` is the number of images per second that one loader process decodes and crops;
+    by default `plan` measures it on this machine. `store_rate` is the number of MB per second that the store delivers
+    to the whole run.
 
-    Raises UserError for a wrong key, an unknown GPU, and a run that does not fit into the device's memory.
+    Raises UserError for a wrong key, an unknown GPU, or a run that does not fit into the device's memory.
 
     Example:
 
-        planned = eagleray.plan("mocov3_vits16_in1k_ep300", gpu="h100", gpus=16, input_rate=250)
-        print(planned)
+        forecast = eagleray.plan("mocov3_vits16_in1k_ep300", gpu="h100", gpus=16, input_rate=250)
+        print(forecast)
     """
     lines = overrides_of(overrides, workers=gpus, **keys)
     loaded = recipes.load(str(recipe), lines, [str(p) for p in plugins])
-    from eagleray.api.planning import planned
+    from eagleray.datasets.catalogue import images_of
+    from eagleray.runs.local_forecast import plan_run
 
-    data, result = planned(loaded, str(recipe), gpu=gpu, images=images, input_rate=input_rate, store_rate=store_rate)
-    return Planned(loaded, result, data, price)
+    images = images or images_of(str(recipe))
+    found = plan_run(loaded, gpu=gpu, images=images, cpus=cpus, input_rate=input_rate, store_rate=store_rate)
+    return replace(found, price=price)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_second
 
 
 class Run:
-    """A pretraining run that exists, by its folder or s3:// URL.
+    """An existing pretraining run, given by its folder or s3:// URL.
 
     Example:
 
@@ -34,6 +35,7 @@ class Run:
     """
 
     out: str  # absolute path or s3:// URL
+    time_over: bool = False  # whether the call that returned it was ended by `max_hours`
     folder: Path  # the run's files on this machine: `out` itself, or a copy of what is kept remotely
 
     def __init__(self, out: "str | Path | Run", *, steps: int = 0) -> None:
@@ -47,24 +49,24 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return the numbers at the end of the run, as in summary.json; empty while the run has not ended."""
+        """Return the final numbers of the run, as in summary.json. `summary` is empty until the run has ended."""
         return finished(self.folder, self._steps) or {}
 
     @property
     def finished(self) -> bool:
-        """Return whether the run has taken all its steps. A run that was interrupted is continued by the call that
-        started it."""
+        """Return whether the run has taken all its steps. To continue an interrupted run, repeat the call that started
+        it."""
         lines = read_history(self.folder / layout.METRICS)
         return finished(self.folder, max(self._steps, lines[-1]["step"] if lines else 0)) is not None
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe, as recipe.yaml has it, as nested dictionaries."""
+        """Return the complete recipe of the run, as in recipe.yaml, as nested dictionaries."""
         return dict(yaml_text.parse((self.folder / layout.RECIPE).read_text()))
 
     def metrics(self, *, pandas: bool | None = None) -> Any:
-        """Return a table with one row for each logged step: a pandas.DataFrame where pandas is installed, else a list
-        of dictionaries; `pandas` asks for one of the two.
+        """Return a table with one row for each logged step: a pandas.DataFrame if pandas is installed, else a list of
+        dictionaries. `pandas=True` returns the DataFrame, `pandas=False` the list.
 
         Example:
 
@@ -80,7 +82,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return the problems that the run found in its own health, as in health.jsonl: step, kind and text of each."""
+        """Return the health problems that the run has found, as in health.jsonl. Each has a step, a kind and a text."""
         return read_history(self.folder / layout.HEALTH)
 
     def backbone(self) -> "Backbone":
@@ -138,5 +140,6 @@ def history(tracking: str) -> str:
     """Return the command that opens MLflow's pages, or their address where a server already shows them."""
     if not tracking.startswith("sqlite:"):
         return hide_secrets(tracking)
-    here = Path(os.path.relpath(sys.executable)).parent / "mlflow"
-    return f"{here if here.exists() else 'mlflow'} ui --backend-store-uri {tracking}"
+    here = Path(sys.executable).with_name("mlflow")
+    known = not here.exists() or shutil.which("mlflow") == str(here)
+    return f"{'mlflow' if known else os.path.relpath(here)} ui --backend-store-uri {tracking}"

@@ -39,25 +39,25 @@ class _Given:
 
 
 class Loader:
-    """The exact, resumable stream of batches for a training loop of your own: those of this rank.
+    """An exact, resumable stream of batches for your own training loop. Each rank receives its share of every batch.
 
-    `data` names shards, or a folder of images, and may say which of them to read: `{"url": "shards/", "where": "label <
-    10"}`, as `data.train` of a recipe does. `views` describe the crops of every image, as the `views` of a recipe
-    do. `batch` is the global batch over all ranks; under torchrun, or with torch.distributed, every rank gets its share
-    of it. The batches depend on data, views, `batch`, `seed` and `lanes` alone: any number of ranks and `workers`
-    (loader processes of each rank, 0 means this process) sees the same global batches. `start` is a step, counted over
-    all epochs.
+    `data` names shards or a folder of images. `data` may also select samples, like `data.train` of a recipe: `{"url":
+    "shards/", "where": "label < 10"}`. `views` describes the crops of every image, like `views` in a recipe. `batch` is
+    the global batch size over all ranks of torchrun or torch.distributed. The batches depend only on the data, `views`,
+    `batch`, `seed` and `lanes`, not on the number of ranks or loader processes. `workers` is the number of loader
+    processes of each rank; 0 loads in this process. `start` is the step of the first batch, counted over all epochs.
 
     Each `for` loop yields the batches up to the end of an epoch, and the next loop continues with the next epoch. A
-    batch has `views` (tensors of (B, 3, H, W), normalised, on `device`), `label` (B,), -1 where there is none, and
-    `index` (B,), the position in the data. `len(loader)` is the steps of an epoch, `state_dict()` and
-    `load_state_dict()` keep the position. With `decode="scaled"` a large JPEG is decoded at a half, a quarter or an
-    eighth of its size where every crop is reduced further. `channels` lists mean and std of each channel of images that
-    are not in red, green and blue, as `data.channels` of a recipe does. Broken images are replaced and listed in `bad`,
-    up to a share of `bad_limit`. `cache` is a folder on this machine's disk that keeps what was fetched, up to
-    `cache_size` bytes. `plugins` are Python files and modules that register operations of the views.
+    batch has `views`, normalised tensors of (B, 3, H, W) on `device`; `label` (B,), which is -1 without a label; and
+    `index` (B,), the positions of the images in the data. `len(loader)` is the number of steps in an epoch.
+    `state_dict()` and `load_state_dict()` save and restore the position in the stream. With `decode="scaled"`, the
+    loader decodes a large JPEG at a half, a quarter or an eighth of its size if every crop is scaled down at least that
+    much. If images are not RGB, `channels` lists the mean and the standard deviation of each channel, like
+    `data.channels` in a recipe. The loader lists broken images in `bad` and replaces them. If the share of broken
+    images exceeds `bad_limit`, the loader raises UserError. `cache` is a folder on a local disk that keeps fetched
+    data, up to `cache_size` bytes. `plugins` lists Python files and modules that register view operations.
 
-    Raises UserError for wrong settings or data, and Outage when a store stays away.
+    Raises UserError for wrong settings or data, and Outage if a store does not answer.
 
     Example:
 
@@ -120,7 +120,7 @@ class Loader:
 
     @property
     def bad(self) -> list[BadSample]:
-        """Return the broken images that were replaced so far, each with shard, key, offset and reason."""
+        """Return the broken images that were found so far, each with its shard, key, offset and reason."""
         return list(self._quarantine.bad.values())
 
     def __len__(self) -> int:
@@ -137,11 +137,11 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the stream, for a checkpoint."""
+        """Return the position in the stream, to store it in a checkpoint."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position. The batches that follow are the same on any number of ranks and workers."""
+        """Continue at the position in `state`. The next batches do not depend on the number of ranks or workers."""
         self.step = state["step"]
 
 

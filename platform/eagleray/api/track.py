@@ -15,12 +15,12 @@ from eagleray.runs.tracking import tracking_of
 
 
 def track(run: str | os.PathLike[str]) -> str:
-    """Send what MLflow lacks of a run that has ended or was stopped, such as after an outage, and return in one line
-    what that was: numbers of steps, parameters, data sets, files, the model and the status.
+    """Send MLflow the missing data about a run that has ended or was stopped, for example after an outage. Returns one
+    line that says what was sent: the numbers of steps, parameters, data sets and files, the model and the status.
 
-    `run` is a `Run`, a folder or an s3:// URL. The server is that of `MLFLOW_TRACKING_URI`, or the database beside the
-    run. A second call sends nothing. Raises UserError for a run that is training, which sends by itself, and for a
-    server that refuses, and Outage when it does not answer.
+    `run` is a `Run`, a folder or an s3:// URL. The data go to the server of `MLFLOW_TRACKING_URI` or, without this
+    variable, into the database beside the run. A second call sends nothing new. Raises UserError if the server refuses
+    the data, or if the run is still training and sends its data by itself. Raises Outage if the server does not answer.
 
     Example:
 

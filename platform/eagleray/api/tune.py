@@ -19,16 +19,16 @@ def tune(
     max_concurrent: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Search the best settings of a recipe on Ray and return what was found.
+    """Search for the best settings of a recipe with trials on Ray, and return the results.
 
-    `sweep` is a name of `eagleray list sweeps` or a YAML file. `overrides` are recipe keys for all trials, and
-    `sweep.KEY` for the sweep itself. At most `max_concurrent` trials run at once, by default as many as fit; `resume`
-    continues a sweep that was ended. `plugins` are as in `pretrain`, for all trials.
+    `sweep` is a name from `eagleray list sweeps` or a YAML file. `overrides` sets recipe keys for all trials, and keys
+    of the sweep itself as `sweep.KEY`. `out` is a folder that all machines share, or an s3:// URL. At most
+    `max_concurrent` trials run in parallel, by default as many as fit on the cluster. `resume=True` continues an
+    interrupted sweep. `plugins` lists files and modules to load for all trials, as in `pretrain`.
 
-    `out` is a folder that all machines share, or an s3:// URL.
-
-    Returns `out`, the folder with table, plots and the best recipe; `best`, the best trial or None; `trials`, a row
-    each; and `finished`, which is False when the sweep was interrupted. Raises UserError and Outage.
+    Returns a dictionary: `out` is the folder with the table, the plots and the best recipe; `best` is the best trial or
+    None; `trials` has a row for each trial; and `finished` is False if the sweep was interrupted. Raises UserError and
+    Outage.
 
     Example:
 

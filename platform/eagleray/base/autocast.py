@@ -1,4 +1,4 @@
-"""Functions that autocast must leave in float32, on whatever device they run."""
+"""Functions that autocast must leave in float32, on whatever device they run, and the dtype of what it rounds."""
 
 import functools
 from collections.abc import Callable
@@ -25,3 +25,10 @@ def in_float32(function: Callable[P, R]) -> Callable[P, R]:
             return function(*wide, **kwargs)  # type: ignore[arg-type]
 
     return run
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: autocast's where it is on."""
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else x.dtype

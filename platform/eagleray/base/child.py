@@ -1,14 +1,21 @@
 """Runs helper processes that neither die of a signal which their parent only notes, nor outlive their parent."""
 
+import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-STOPS = (signal.SIGINT, signal.SIGTERM)  # what Ctrl-C, `timeout` and Slurm send to a whole group of processes
+from eagleray.base.contexts import on_error
+from eagleray.base.errors import Outage, UserError
+
+STOPS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, `timeout` and Slurm send them to a whole process group
 PYTHON = (sys.executable, "-c")
 
 # The beginning of a program: a thread ends the process once its parent, whose number is the first argument, has gone.
@@ -28,14 +35,10 @@ _watch()
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run a command as `subprocess.run` does, in a group of its own and deaf to the signals that ask to stop. It is
     killed when this process stops to wait for it."""
-    with held():
+    with without_stop_signals():
         process = subprocess.Popen(command, process_group=0, **_pipes(options))
-    with process:
-        try:
-            out, err = process.communicate(options.get("input"), options.get("timeout"))
-        except BaseException:
-            process.kill()
-            raise
+    with process, on_error(process.kill):
+        out, err = process.communicate(options.get("input"), options.get("timeout"))
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
     if options.get("check"):
         done.check_returncode()
@@ -49,6 +52,35 @@ def run_python(
     return run([*python, WATCH + code, str(os.getpid()), *arguments], **options)
 
 
+def call(function: str, *arguments: Any) -> Any:
+    """Return what a function, `module:name`, returns in a process that ends then, with whatever it has imported. Raises
+    the UserError, Outage or RuntimeError that the function raises, and RuntimeError when the process dies."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer"
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        given = pickle.dumps((function, arguments, sys.argv))
+        done = run_python(program, [str(path)], input=given, stdout=None, stderr=None)
+        if not path.exists():
+            raise RuntimeError(f"the process of {function} ended with status {done.returncode}")
+        answer, error = pickle.loads(path.read_bytes())
+    if error:
+        raise error
+    return answer
+
+
+def serve() -> None:
+    """Call the function that comes as input, and write the answer to the file that the arguments name."""
+    path = Path(sys.argv[1])
+    function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # the command is that of the user
+    module, _, name = function.partition(":")
+    answer: tuple[Any, Exception | None]
+    try:
+        answer = getattr(importlib.import_module(module), name)(*arguments), None
+    except (UserError, Outage, RuntimeError) as e:  # others are mistakes of ours, with a traceback here
+        answer = None, e
+    path.write_bytes(pickle.dumps(answer))
+
+
 def words(done: subprocess.CompletedProcess[str]) -> str:
     """Return why a process failed: the last line of its errors. A signal leaves none."""
     said = done.stderr.strip().splitlines() if done.returncode > 0 else []
@@ -56,7 +88,7 @@ def words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def without_stop_signals() -> Iterator[None]:
     """A context in which this thread holds back the signals that ask to stop. The processes that it starts hold them
     back for good, from their first moment on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)

@@ -6,12 +6,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from eagleray.base.contexts import replaced
 from eagleray.base.errors import hide_secrets
 
 # C0 and C1 without tab and line end, what reverses the direction of text, and halves of characters.
@@ -33,14 +34,15 @@ def say(line: str) -> None:
     out.print(line, markup=False)
 
 
-@contextmanager
-def silence(quiet: bool) -> Iterator[None]:
-    """Suppress all console output in the block if `quiet`, which commands set when they print JSON for a program."""
-    out.quiet = quiet
-    try:
-        yield
-    finally:
-        out.quiet = False
+def say_loading() -> None:
+    """Print a line before PyTorch is imported, which takes seconds, unless it is there already."""
+    if "torch" not in sys.modules:
+        say("loading PyTorch")
+
+
+def silence(quiet: bool) -> AbstractContextManager[None]:
+    """Suppress all console output in a block if `quiet`, which commands set when they print JSON for a program."""
+    return replaced(out, "quiet", quiet)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Sums, gathers and exchanges tensors between the ranks of a run.
+"""Sums, gathers and exchanges tensors between the ranks of a run, and tells their rows apart.
 
 Ranks may have different numbers of rows; an argument `rows` holds the number of rows of every rank, in rank order. On a
-single process each operation returns its input.
+single process each operation returns its input. The rows of a tensor may be divided among the ranks (FSDP2); one that
+is not is its own share, so the functions for such tensors also take plain ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from eagleray.base.errors import Outage, UserError
 
 T = TypeVar("T")
-_limit: timedelta | None = None  # how long a rank waits for the others; None: PyTorch's limit
+_limit: timedelta | None = None  # a rank waits for the others so long; None: PyTorch's limit
 
 
 def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
@@ -164,12 +165,8 @@ def together(work: Callable[[], T]) -> T:
     error of this rank, or RuntimeError with the message of the first rank that failed."""
     if size() == 1:
         return work()
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as e:
-        error = e
-    said = gather_objects(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" if error else "")
+    result, error = _attempt(work)
+    said = gather_objects(_words(error) if error else "")
     if error:
         raise error
     for other, text in enumerate(said):
@@ -180,19 +177,28 @@ def together(work: Callable[[], T]) -> T:
 
 def from_rank_zero(get: Callable[[], T]) -> T:
     """Return on all ranks what a function returns on rank 0, the only one to call it. Raises on all ranks the UserError
-    or Outage that it raises there. Called by all ranks together."""
+    or Outage that it raises there, and RuntimeError on the others for any other error. Called by all ranks together."""
     if size() == 1:
         return get()
-    answer: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = get()
-        except (UserError, Outage) as e:
-            answer[1] = e
+    result, error = _attempt(get) if rank() == 0 else (None, None)
+    known = error is None or isinstance(error, UserError | Outage)
+    answer: list[Any] = [result, error if known else RuntimeError(f"rank 0: {_words(error)}")]
     dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
+    if problem := error or answer[1]:
+        raise problem
     return answer[0]  # type: ignore[no-any-return]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of a computation, or the error by which it failed."""
+    try:
+        return work(), None
+    except Exception as e:
+        return None, e
+
+
+def _words(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def tell(message: str) -> None:
@@ -210,3 +216,32 @@ def told(message: str) -> bool:
 
 def _keys() -> dist.Store:
     return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which each rank holds some rows."""
+    return hasattr(tensor, "to_local")  # importing torch.distributed.tensor takes a second
+
+
+@torch.no_grad()
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's rows of each tensor, in the same memory."""
+    tensors = list(tensors)
+    return [t.to_local() for t in tensors] if tensors and sharded(tensors[0]) else tensors  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
+    """Return the norm of each tensor (P,), over the rows of all ranks.
+
+    `split` says whether plain tensors are the rows of this rank alone; None: tensors are split where they are DTensors.
+    """
+    split = sharded(tensors[0]) if split is None else split
+    out = torch.stack(torch._foreach_norm(local(tensors)))
+    return total(out.square()).sqrt() if split else out
+
+
+def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return the rows of a whole tensor that FSDP2 gives to a rank: equal parts, of which the last may be empty."""
+    rows = -(-len(whole) // ranks)
+    return whole[rank * rows : (rank + 1) * rows]

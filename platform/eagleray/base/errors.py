@@ -1,16 +1,18 @@
 """Exceptions that are meant for a person, each with a message of one line."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
-    """The user has to change something: the message says which key, file or shard is wrong and what was expected.
+    """An error that the user can correct: the message says which key, file or shard is wrong and what was expected.
 
-    The command line exits with status 2."""
+    The command line prints the message and exits with status 2."""
 
 
 class PluginError(UserError):
-    """A plug-in cannot be found or imported, or does not behave as its interface requires."""
+    """A plug-in cannot be found or imported, or it does not behave as its interface requires."""
 
 
 class Busy(UserError):
@@ -20,7 +22,7 @@ class Busy(UserError):
 class Outage(RuntimeError):
     """A store or a server has not answered for too long; the same command may succeed later.
 
-    The command line exits with status 75, EX_TEMPFAIL of sysexits.h, after which Slurm and KubeRay start it again."""
+    The command line exits with status 75 (EX_TEMPFAIL of sysexits.h), so Slurm and KubeRay start the command again."""
 
 
 class Superseded(Outage):
@@ -33,6 +35,15 @@ class Preempted(RuntimeError):
 
 class Futile(RuntimeError):
     """Workers were started again and again without any progress."""
+
+
+@contextlib.contextmanager
+def named(key: str, hint: str = "") -> Iterator[None]:
+    """A context in which the line of a UserError begins with the key that it is about, and ends with a hint."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{key}: {e}{hint}") from None
 
 
 # A user and a password before a host. AWS keys have slashes, passwords may have anything; a number is a port.
@@ -57,8 +68,36 @@ def has_secrets(text: str) -> bool:
     return hide_secrets(text) != text
 
 
+@contextlib.contextmanager
+def explained(
+    message: str, *kinds: type[Exception], why: bool = True, error: type[UserError] = UserError
+) -> Iterator[None]:
+    """Turn errors of these kinds in this block into UserError, or another `error`: the message and, where it does not
+    say `why` itself, a colon and the error in one line. A UserError passes as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as e:
+        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # the message names the file already
+        said += " is missing" * isinstance(e, KeyError)
+        raise error(f"{message}: {said}" if why else message) from None
+
+
+@contextlib.contextmanager
+def reworded(*words: tuple[str, str]) -> Iterator[None]:
+    """A context in which the line of a UserError has other words: each first text of a pair becomes the second."""
+    try:
+        yield
+    except UserError as e:
+        line = str(e)
+        for old, new in words:
+            line = line.replace(old, new)
+        raise UserError(line) from None
+
+
 def one_line(error: BaseException) -> str:
     """Return an error as one line without secrets, with the cause that a message of urllib3 hides."""
     text = hide_secrets(" ".join(str(error).split()))
-    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # what urllib3 wraps in three lines
+    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # urllib3 wraps it in three lines
     return cause[1] if cause else text[:300]

@@ -16,10 +16,13 @@ from typing import IO, Any
 
 from platformdirs.unix import Unix
 
-from eagleray.base.errors import Busy, UserError
+from eagleray.base.contexts import on_error
+from eagleray.base.errors import Busy, UserError, explained
 
 log = logging.getLogger(__name__)
 LARGE = 2**53  # whole numbers from here on are not counted up to
+# What reading the fields of a stranger's JSON may raise.
+NO_JSON = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 LOCK = ".lock"  # the file of a folder that its writing process locks
 LATE = "%s: %s; new lines are kept in memory until there is room"
 
@@ -62,13 +65,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def writing(name: str) -> Iterator[None]:
-    """Turn an error of the file system in this block into UserError, which says that `name` cannot be written."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"{name}: cannot be written: {e.strerror or e}") from None
+def writing(name: str) -> contextlib.AbstractContextManager[None]:
+    """Turn an error of the file system in a block into UserError, which says that `name` cannot be written."""
+    return explained(f"{name}: cannot be written", OSError)
 
 
 def check_local(option: str, path: Path) -> None:
@@ -195,13 +194,12 @@ class Tail:
 
         A file that became shorter, as a run that goes back to a checkpoint drops lines, is followed from its new end.
         """
-        try:
-            with self.path.open("rb") as file:
-                self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
-                file.seek(self.offset)
-                data = file.read()
-        except FileNotFoundError:
+        if not self.path.exists():
             return []
+        with self.path.open("rb") as file:
+            self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
+            file.seek(self.offset)
+            data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
         return complete.decode(errors="replace").split("\n")[:-1]
@@ -218,26 +216,13 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
             f.seek(-1, os.SEEK_END)
             data = data if f.read(1) == b"\n" else b"\n" + data
         rest = memoryview(data)
-        try:
+        with on_error(lambda: os.ftruncate(f.fileno(), size)):
             while rest:
                 rest = rest[f.write(rest) :]
-        except OSError:
-            os.ftruncate(f.fileno(), size)
-            raise
 
 
 def _as_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(json.dumps(r, ensure_ascii=False).encode(errors="replace") + b"\n" for r in records)
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a file is there; a name that is too long for a file is none."""
-    try:
-        return path.is_file()
-    except OSError as e:
-        if e.errno != errno.ENAMETOOLONG:
-            raise
-        return False
 
 
 @contextlib.contextmanager
@@ -256,7 +241,7 @@ def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: 
     """
     file = (folder / name).open("a+")
     end = time.monotonic() + patience
-    try:
+    with on_error(file.close):
         while not _locked(file, fcntl.LOCK_EX):
             if time.monotonic() >= end:
                 file.seek(0)
@@ -265,9 +250,6 @@ def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: 
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}{note}")
         file.flush()
-    except BaseException:
-        file.close()
-        raise
     return file
 
 

@@ -1,7 +1,9 @@
 """Progress of long work: bars, and the time left."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -10,6 +12,7 @@ from eagleray.base.console import out, shows_live
 
 T = TypeVar("T")
 PHASE_LINES = 10  # lines per phase
+SHORT = 2.0  # seconds of a phase of which no lines are printed
 
 
 def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
@@ -33,11 +36,19 @@ def progress_bar(unit: str, *, left: bool = True) -> Progress:
 
 def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
     """Yield the things and count them with a progress bar."""
-    with progress_bar(unit) as progress:
-        task = progress.add_task(what, total=total, rate="")
-        for thing in things:
+    with counting(what, unit) as tick:
+        tick(0, total)
+        for done, thing in enumerate(things, 1):
             yield thing
-            progress.advance(task)
+            tick(done, total)
+
+
+@contextmanager
+def counting(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A context with a function that shows how many units are done, and how many there are: a bar with rate and time
+    left in a terminal, an occasional line elsewhere."""
+    with PhaseProgress(unit) as shown:
+        yield partial(shown, what)
 
 
 class PhaseProgress:
@@ -68,7 +79,7 @@ class PhaseProgress:
             return
         rate = (done - self.first) / max(now - self.began, 1e-3)
         self.bar.update(self.task, completed=done, rate=f"{rate:,.0f} {self.unit}/s")
-        if not shows_live(out) and (done - self.shown) * PHASE_LINES >= total:
+        if not shows_live(out) and now - self.began > SHORT and (done - self.shown) * PHASE_LINES >= total:
             left = seconds_left(done, total, start=self.first, seconds=now - self.began)
             out.print(f"{phase} {done:,}/{total:,} ({done / total:.0%})  {rate:,.0f} {self.unit}/s  ETA {left:.0f} s")
             self.shown = done

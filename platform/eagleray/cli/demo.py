@@ -1,8 +1,6 @@
 """Run `make demo`: train and evaluate a small backbone in a few minutes, on generated pictures or on the user's own."""
 
-import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +8,9 @@ from eagleray.api.pretrain import pretrain
 from eagleray.base.console import out, print_error
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_over
-from eagleray.cli.outcome import show_run
+from eagleray.cli.outcome import name_of, show_run
 from eagleray.datasets.shapes import CLASSES, image
 from eagleray.datasets.shards import Sample, encode, write_shards
-from eagleray.storage import store
 
 RECIPE = "mocov3_vitxs8_shapes_demo"
 RUNS = Path("runs")
@@ -23,7 +20,7 @@ TRAIN, TEST = 12_000, 2_000  # pictures
 def main(data: str | None) -> None:
     """Train the demo's recipe and print the results. Raises UserError when the data cannot be used."""
     sources = [f"data.train={data}"] if data else drawn()
-    run = pretrain(RECIPE, sources, out=RUNS / (f"demo-{name(data)}" if data else "demo"))
+    run = pretrain(RECIPE, sources, out=RUNS / (f"demo-{name_of(data)}" if data else "demo"))
     show_run(run, as_json=False)
     out.print(
         "\nWith your own images:\n"
@@ -53,12 +50,6 @@ def pictures(seed: int, count: int) -> Iterator[Sample]:
     for i in range(count):
         picture, label = image(seed, i)
         yield Sample(f"{i:06d} {CLASSES[label]}".replace(" ", "_"), "png", encode(picture), label)
-
-
-def name(data: str | None) -> str:
-    """Return a short name for the user's data, with a hash that distinguishes folders of the same name."""
-    place = store.absolute(str(data).rstrip("/"))
-    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(os.fsencode(place)):08x}"
 
 
 if __name__ == "__main__":

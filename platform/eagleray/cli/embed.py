@@ -8,7 +8,7 @@ import typer
 
 import eagleray
 from eagleray.base.console import out as console
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.cli.options import Plugins, WhereColumns
 
 Out = Annotated[
@@ -49,10 +49,10 @@ def embed(
     features: Annotated[str, typer.Option(help="Type of features: pooled, last4 or avgpool.")] = "pooled",
     size: Annotated[
         int | None,
-        typer.Option(help="Pixels of the centre crop. By default that of its evaluation.", min=1),
+        typer.Option(help="Pixels of the centre crop. By default as in the backbone's evaluation.", min=1),
     ] = None,
     resize: Annotated[
-        int | None, typer.Option(help="Pixels of the short side before the crop. By default likewise.", min=1)
+        int | None, typer.Option(help="Pixels of the short side before the crop; default as for --size.", min=1)
     ] = None,
     architecture: Annotated[
         str | None, typer.Option(help="Only for a file of tensors: timm name of its architecture.")
@@ -61,8 +61,8 @@ def embed(
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray tasks a GPU.")] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Write the features of every sample as Parquet files, in the order of the index. The same command continues an
-    interrupted one."""
+    """Write the features of every sample as Parquet files, in the order of the index. After an interruption, repeat
+    the command to continue."""
     show(
         eagleray.embed(
             backbone,
@@ -85,51 +85,49 @@ def measure(
     columns: Annotated[
         str | None,
         typer.Option(
-            help="What to measure, separated by commas; docs/select.md describes it. By default all but json.NAME, a "
-            "field of the JSON beside each image."
+            help="What to measure, separated by commas: size, bytes_per_pixel, luma, sharpness, entropy, colour, "
+            "phash; or json.NAME, a field of the JSON beside each image. By default all but json.NAME."
         ),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Ray tasks at once; by default one per CPU. 0: no Ray, this process.", min=0)
     ] = None,
 ) -> None:
-    """Measure size, brightness, sharpness and more of every image, for data.train.where to choose by. The same command
-    continues an interrupted one."""
+    """Measure size, brightness, sharpness and more of every image, as columns for data.train.where. After an
+    interruption, repeat the command to continue."""
     show(eagleray.measure(data, columns, folder_of(out), workers=workers))
 
 
 def cluster(
     features: Annotated[str, typer.Argument(help="The folder that eagleray embed has written.")],
-    data: Annotated[str, typer.Argument(help="What it has embedded.", metavar="SHARDS")],
+    data: Annotated[str, typer.Argument(help="The embedded data set.", metavar="SHARDS")],
     out: Out = None,
     clusters: Annotated[
         str,
         typer.Option(
-            help="Numbers of clusters of each level, from the lowest up, such as 10000,1000,100. By default a "
-            "thousandth of the images, and a tenth of the level below."
+            help="Numbers of clusters on each level, from the lowest up, such as 10000,1000,100. By default one per "
+            "thousand images, and on each further level a tenth of the level below."
         ),
     ] = "",
-    similar: Annotated[
-        float, typer.Option(help="Cosine similarity from which images of a cluster count as copies.")
-    ] = 0.95,
+    similar: Annotated[float, typer.Option(help="Least cosine similarity of near copies in a cluster.")] = 0.95,
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Copies also have perceptual hashes, of eagleray data measure, that differ in at most so many of 63 "
-            "bits, such as 18. By default hashes do not count.",
+            help="Most bits, of 63, in which the perceptual hashes (from eagleray data measure) of near copies may "
+            "differ, such as 18. By default hashes are not compared.",
             min=0,
             max=63,
         ),
     ] = None,
     keep: Annotated[
-        float, typer.Option(help="Part of the images that the column balance shares out among clusters.")
+        float, typer.Option(help="Share of the images that the column balance spreads evenly over clusters.")
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Draws the first centres.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first centres.", min=0)] = 0,
     workers: Annotated[int, typer.Option(help="Ray processes that share the work. 0: no Ray.", min=0)] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
 ) -> None:
-    """Find the clusters and the near copies of a data set by its features, for data.train.where and weight to choose
-    by."""
+    """Find the clusters and near copies in a data set from its features, and write columns for data.train.where and
+    weight."""
     show(
         eagleray.find_clusters(
             features,
@@ -148,10 +146,8 @@ def cluster(
 
 def numbers(text: str) -> list[int]:
     """Return the numbers of a list such as 1000,100. Raises UserError for another text."""
-    try:
+    with explained(f"--clusters {text}: expected whole numbers, separated by commas", ValueError, why=False):
         return [int(number) for number in text.split(",") if text]
-    except ValueError:
-        raise UserError(f"--clusters {text}: expected whole numbers, separated by commas") from None
 
 
 def data_map(
@@ -160,9 +156,9 @@ def data_map(
     features: Annotated[
         str | None, typer.Option(help="Folder of an embedding. By default one beside the shards.")
     ] = None,
-    where: Annotated[str, typer.Option(help="Show what this expression, as for data.train.where, would keep.")] = "",
+    where: Annotated[str, typer.Option(help="Show the images that an expression like data.train.where keeps.")] = "",
     columns: WhereColumns = "",
 ) -> None:
-    """Write a page that shows the images of a data set: a map, clusters, near copies, and the ends of every column."""
+    """Write a page that shows the images of a data set: a map, clusters, near copies, extremes of every column."""
     written = eagleray.data_map(data, destination, features=features, where=where, columns=columns)
     console.print(str(written), markup=False, soft_wrap=True)

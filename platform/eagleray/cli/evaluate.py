@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 class Format(StrEnum):
+    text = "text"
     markdown = "markdown"
     latex = "latex"
     json = "json"
@@ -29,7 +30,7 @@ class Format(StrEnum):
 
 Folder = Annotated[
     str | None,
-    typer.Option("--out", help="Folder for results.json and pictures. By default the run's, else evaluations/NAME."),
+    typer.Option("--out", help="Folder for results.json and pictures. By default the run's or evaluations/NAME."),
 ]
 Suite = Annotated[
     str | None,
@@ -65,7 +66,6 @@ def evaluate(
     coco: Annotated[str | None, typer.Option(help="Folder or s3:// URL in COCO's layout, for detection.")] = None,
     masks: Annotated[str | None, typer.Option(help="Folder or s3:// URL of images with masks.")] = None,
     davis: Annotated[str | None, typer.Option(help="Folder or s3:// URL in DAVIS's layout, for davis.")] = None,
-    frames: Annotated[str | None, typer.Option(help="Folder or s3:// URL of a video's frames, for video.")] = None,
     suite: Suite = None,
     architecture: Architecture = None,
     untrained: Annotated[
@@ -77,11 +77,14 @@ def evaluate(
     ] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray workers a GPU.")] = False,
     plugin: Plugins = None,
-    form: Annotated[Format, typer.Option("--format", help="Format of the table.")] = Format.markdown,
+    form: Annotated[
+        Format,
+        typer.Option("--format", help="Format: a line for each protocol, or a table with all numbers and settings."),
+    ] = (Format.text),
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a backbone with one or several protocols, and print a table.
+    """Evaluate a backbone with one or several protocols, and print a line for each.
 
     --SETTING VALUE, such as --k 10, changes a setting in all protocols that have it.
     `eagleray list protocols` shows the settings and their defaults."""
@@ -92,7 +95,6 @@ def evaluate(
         "coco": coco,
         "masks": masks,
         "davis": davis,
-        "frames": frames,
         "suite": suite,
         "architecture": architecture,
         "untrained": untrained,
@@ -118,7 +120,7 @@ def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: b
     elif scores.results:
         print(scores.table(form.value))
         if form is not Format.json:
-            out.print(f"results   {scores.out}/results.json", markup=False)
+            out.print(f"results   {scores.out}/results.json: all numbers and settings", markup=False)
     if refused:
         sys.exit(2)
 

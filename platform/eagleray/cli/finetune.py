@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 import eagleray
+from eagleray.api.overrides import overrides_of
 from eagleray.base.console import silence
-from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
+from eagleray.cli.options import Json, MaxHours, Overrides, Plugins, RecipeName
 from eagleray.cli.outcome import show_run
 
 
@@ -24,9 +25,14 @@ def finetune(
     name: RecipeName,
     overrides: Overrides = None,
     plugin: Plugins = None,
+    max_hours: MaxHours = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe from pretrained weights. The same as `pretrain` with backbone.weights=WEIGHTS."""
-    with silence(as_json):
-        run = eagleray.finetune(weights, name, overrides, plugins=plugin or ())
+    """Train a recipe from pretrained weights, like `pretrain` with backbone.weights=WEIGHTS."""
+    from eagleray.cli.early import check_run
+    from eagleray.runs.named_run import one_look
+
+    with silence(as_json), one_look():
+        check_run(name, [*(overrides or ()), *overrides_of({"backbone.weights": weights})], plugin or ())
+        run = eagleray.finetune(weights, name, overrides, plugins=plugin or (), max_hours=max_hours)
     show_run(run, as_json)

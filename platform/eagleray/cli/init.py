@@ -1,15 +1,21 @@
 """Define the command init, which writes a recipe for one's own images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagleray.base.console import out, say
-from eagleray.base.errors import UserError
+import eagleray
+from eagleray.base.console import say, say_loading
+from eagleray.base.errors import UserError, explained
 from eagleray.base.files import check_local, writing
 from eagleray.config import yaml_text
+
+if TYPE_CHECKING:
+    from eagleray.datasets.survey import Survey
+    from eagleray.runs.fit import Value
+    from eagleray.runs.recipe import Recipe
 
 # The recipe that each method starts from, where it is not its first one on ImageNet.
 BASES: Mapping[str, str] = {
@@ -28,6 +34,11 @@ BASES: Mapping[str, str] = {
     "selfpatch_moby": "selfpatch_moby_vitxs16_coco_ep200",
 }
 LABELLED = ("supervised", "drloc")
+USUAL = 224  # pixels of the crops of nearly all recipes
+LEAST_SIDE = 16  # pixels of images that a backbone can still divide into patches
+LARGE = 2.5  # times the crops' size from which on JPEGs are decoded at a part of theirs
+FEW = 20_000  # images below which public weights are proposed to start from
+RENTED = ("l4", "h100")  # kinds of GPU whose hours are said where this machine has none
 MANY = 10**6  # images; from here on a folder is slow to list and to read
 
 
@@ -36,14 +47,26 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    data: Annotated[str, typer.Argument(help="Shards, or a folder of images. The images in it are counted.")] = "",
+    data: Annotated[
+        str, typer.Argument(help="Shards, or a folder of images, of which some hundreds are examined.")
+    ] = "",
     images: Annotated[int, typer.Option(help="Number of images, if DATA is not given.", min=0)] = 0,
-    size: Annotated[int, typer.Option(help="Short side of the images in pixels.", min=16)] = 224,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs; 0 for the CPU.", min=0)] = 1,
+    size: Annotated[
+        int | None, typer.Option(help="Short side of the images in pixels. By default that of DATA, else 224.", min=16)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs; 0 for the CPU. By default those of this machine.", min=0)
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="Kind of GPU, such as l4 or h100, to forecast hours for. May be repeated."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of a GPU for an hour, in any currency.", min=0)] = None,
     method: Annotated[str, typer.Option(help="Method: a name shown by `eagleray list methods`.")] = "dino",
     file: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("my_recipe.yaml"),
 ) -> None:
-    """Write a recipe for your own images, with batch, epochs, queue and momentum that fit their number."""
+    """Examine your images and write a recipe for them. Image sizes set crops and patches; the number of images sets
+    batch and epochs. `init` also prints its reasons and the hours that training takes."""
     check_local("--out", file)
     check_names(data, file)
     with writing(f"--out {file}"):
@@ -54,23 +77,87 @@ def init(
         raise UserError("expected shards or a folder of images, or their number as --images N")
     if data and images:
         raise UserError(f"--images {images}: the images in {data} are counted; give one of the two")
-    images = images or count(data)
-    recipe = text(base_of(method), images=images, size=size, gpus=gpus, data=data)
+    from eagleray.cli.early import may_have_gpu
+    from eagleray.datasets.survey import survey
+    from eagleray.runs import accelerators
+
+    base = base_of(method)
+    for kind in gpu or ():
+        accelerators.find(kind)
+    seen = survey(data) if data else None
+    number = seen.images if seen else images
+    count, machine = (gpus, "") if gpus is not None else (1, "") if gpu else here(may_have_gpu())
+    recipe = text(base, images=number, size=size, gpus=count, data=data, seen=seen, machine=machine)
     with writing(f"--out {file}"):
         file.write_text(recipe)
-    out.print(f"{file}: for {images} images; `eagleray show {file}` prints it with every default", markup=False)
-    if images > MANY:
-        out.print("For so many images, shards are faster than a folder: `eagleray shard FOLDER shards/`.")
-    out.print(f"train     eagleray pretrain {file}{'' if data else ' data.train=DATA'}", markup=False)
+    for line in recipe.splitlines():
+        say(f"  {line}")
+    say(f"{file}: `eagleray show {file}` prints it with every default")
+    if number > MANY:
+        say("For so many images, shards are faster than a folder: `eagleray shard FOLDER shards/`.")
+    for line in forecasts(file, number, seen, gpu, count, price):
+        say(line)
+    say(f"train     eagleray pretrain {file}{'' if data else ' data.train=DATA'}")
+
+
+def here(may_have_gpu: bool) -> tuple[int, str]:
+    """Return the number of GPUs of this machine, and what they are."""
+    if not may_have_gpu:
+        return 0, "this machine has no GPU"
+    say_loading()
+    from eagleray.base import devices
+
+    memory = devices.memory_size(devices.current()) or 0
+    names = devices.names()
+    return len(names), f"{', '.join(names)}, {memory / 2**30:.0f} GiB each" if names else "PyTorch finds no GPU here"
+
+
+def forecasts(
+    file: Path, images: int, seen: "Survey | None", kinds: Sequence[str] | None, gpus: int, price: float | None
+) -> Iterator[str]:
+    """Yield a line about memory, hours and cost of a recipe on each kind of GPU, by default this machine's or, where it
+    has none, on some that can be rented."""
+    say_loading()
+    from eagleray.runs import recipe
+    from eagleray.runs.local_forecast import loader_rate
+
+    rate = loader_rate(recipe.load(str(file)), seen.files if seen else ())
+    rented = not kinds and not gpus
+    if rented:
+        yield f"here      `eagleray plan {file}` measures how long this CPU takes"
+    named: Sequence[str | None] = RENTED if rented else kinds or (None,)
+    for kind in named:
+        asked: dict[str, Any] = {
+            "gpu": kind,
+            "gpus": max(gpus, 1),
+            "images": images,
+            "input_rate": rate,
+            "price": price,
+        }
+        name = f"{max(gpus, 1)} x {kind or 'GPU of this machine'}"
+        try:
+            result = eagleray.plan(str(file), {"data.train": None}, **asked)
+            how = ""
+        except UserError as e:
+            if "memory" not in str(e):
+                raise
+            result = eagleray.plan(str(file), {"data.train": None, "optim.micro_batch": "auto"}, **asked)
+            how = " with optim.micro_batch=auto"
+        hours = result.hours or 0.0
+        money = f", {result.cost:,.2f} at {price:g} an hour" if result.cost else ""
+        yield (
+            f"{'if rented' if rented else 'plan':<9} {name}{how}: {result.memory_needed / 2**30:.1f} of "
+            f"{result.memory_of_device / 2**30:.1f} GiB, {result.images_per_s:,.0f} images/s, {hours:,.1f} h, "
+            f"{hours * result.ranks:,.1f} GPU-hours{money}; the {result.limit} limits it"
+        )
 
 
 def check_names(data: str, file: Path) -> None:
     """Raise UserError when the recipe could not be read at the name of its file, or could not name its data."""
     for what, name in (("DATA", data), ("--out", str(file))):
-        try:
+        other = f"{what} {name!a}: the name is not UTF-8, as a recipe has to be; rename it"
+        with explained(other, UnicodeEncodeError, why=False):
             name.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{what} {name!a}: the name is not UTF-8, as a recipe has to be; rename it") from None
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {file}: expected a file that ends in .yaml or .yml, as the name of a recipe does")
 
@@ -89,27 +176,34 @@ def base_of(method: str) -> str:
     return fitting[method]
 
 
-def count(data: str) -> int:
-    """Return the number of images in a folder or in shards, which are indexed first. Raises UserError and Outage."""
-    from eagleray.data.image_folder import holds_images, list_images
-    from eagleray.data.index import open_index
-
-    if holds_images(data):
-        return len(list_images(data).sizes)
-    return len(open_index(data, note=say))
-
-
-def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = "") -> str:
-    """Return the YAML of a recipe that changes a shipped one, `base`; a comment gives the reason for each value.
-    Raises UserError."""
+def text(
+    base: str,
+    *,
+    images: int,
+    size: int | None = None,
+    gpus: int = 1,
+    data: str = "",
+    seen: "Survey | None" = None,
+    machine: str = "",
+) -> str:
+    """Return the YAML of a recipe that changes a shipped one, `base`; a comment gives the reason for each value. The
+    short side of the images is `size` pixels, by default as `seen`, or 224. Raises UserError."""
     from eagleray.config import bundled
     from eagleray.runs import fit, recipe
 
-    said = bundled.recipe(base)
-    values = fit.values_for(recipe.load(base), images, gpus=gpus, size=size)
+    side = size or (seen.sides[1] if seen else USUAL)
+    said, loaded = bundled.recipe(base), recipe.load(base)
+    values = fit.values_for(loaded, images, gpus=gpus, size=max(side, LEAST_SIDE))
     own = [fit.Value("data.train", data, "")] if data else []
+    if seen and not size and seen.formats["JPEG"] > seen.looked / 2 and side >= LARGE * USUAL:
+        why = f"JPEGs of {seen.width} x {seen.height} pixels are decoded at an eighth to a half of their size"
+        own.append(fit.Value("data.decode", "scaled", why))
+    about = seen.lines() if seen else [f"{images:,} images, of {side} pixels by --size or the usual ones of recipes"]
+    where = f"{gpus} GPU(s)" if gpus else "the CPU"
     head = [
-        f"# {images} images of {size} pixels on {f'{gpus} GPU(s)' if gpus else 'the CPU'}.",
+        *(f"# {line}" for line in about),
+        f"# For {where}{': ' + machine if machine else ''}; crops are {crops(side)}.",
+        *(f"# {line}" for line in advice(loaded, images, side, seen, values)),
         f"about: My images with the settings of {base}.",
         f"base: {base} # {said.about}",
     ]
@@ -121,6 +215,33 @@ def text(base: str, *, images: int, size: int = 224, gpus: int = 1, data: str = 
             branch = branch.setdefault(section, {})
         branch[key] = value
     return "\n".join([*head, *_lines(tree)]) + "\n"
+
+
+def crops(side: int) -> str:
+    """Say how large crops are for images with this shorter side in pixels."""
+    if side < USUAL:
+        return f"as large as the images, whose shorter side is {side} pixels, where the backbone can take that"
+    if side < LARGE * USUAL:
+        return f"of the recipe's usual size, as the shorter side is {side} pixels"
+    return (
+        f"of the recipe's usual size, though images are {side / USUAL:.0f} times as large: details below "
+        f"{side / USUAL:.0f} pixels are lost; where they matter, cut the images up before"
+    )
+
+
+def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None", values: "Sequence[Value]") -> Iterator[str]:
+    """Yield what a user should know beside the values: where to start from, and what images need other keys."""
+    from eagleray.runs.fit import PUBLIC, SMALL
+
+    network = PUBLIC.removeprefix("timm:").partition(".")[0]
+    if images < FEW:
+        yield "Few images teach a backbone little from random weights: public weights may serve you better as they are."
+    if images < FEW and loaded.backbone.name == network and side >= SMALL and not loaded.backbone.options:
+        epochs = next((v.value for v in values if v.key == "optim.epochs"), loaded.optim.epochs)
+        yield "To continue from some, where the Hub can be reached:"
+        yield f"  start.from={PUBLIC} start.freeze={max(epochs // 20, 1)} start.stop_below=0.8 optim.layer_decay=0.75"
+    if seen and seen.channels not in (1, 3):
+        yield "Images of such channels need data.channels, which `eagleray data stats --channels` prints."
 
 
 def _lines(tree: Mapping[str, Any], indent: str = "") -> Sequence[str]:

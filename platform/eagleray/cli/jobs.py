@@ -13,7 +13,8 @@ import typer
 import eagleray
 from eagleray.base.console import say
 from eagleray.base.text import aligned
-from eagleray.cli.options import Insist, Plugins, complete_recipe
+from eagleray.base.user import user
+from eagleray.cli.options import Insist, MaxHours, Plugins, complete_recipe
 
 Address = Annotated[
     str | None,
@@ -55,17 +56,18 @@ def submit(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Kind of GPU in the cluster, such as h100, to plan the run for: docs/plan.md lists them."),
+        typer.Option(help="Kind of GPU in the cluster, such as h100, to plan the run for."),
     ] = None,
+    max_hours: MaxHours = None,
     insist: Insist = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Print the log until the run ends, and exit with its status.")
     ] = False,
 ) -> None:
-    """Send a run, or any other long command, to a Ray cluster, where it goes on without this machine. Sent again, an
-    interrupted one continues.
+    """Submit a run or another long command to a Ray cluster, where it goes on without this machine. Submit an
+    interrupted run again to continue it.
 
-    The cluster must reach out= and data.train=, so they are s3:// URLs or absolute paths shared by all nodes."""
+    The cluster must reach out= and data.train=: use s3:// URLs or absolute paths that all nodes share."""
     from eagleray.api.job_commands import COMMANDS
 
     command = name if name in COMMANDS else "pretrain"
@@ -79,6 +81,7 @@ def submit(
         gpus=gpus,
         gpu=gpu,
         insist=insist,
+        max_hours=max_hours,
         address=address,
         join=follow,
     )
@@ -108,26 +111,30 @@ def parse(command: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 def jobs(
     address: Address = None,
+    mine: Annotated[
+        bool, typer.Option("--mine", help="Only jobs that were submitted by you, or by the name in EAGLERAY_USER.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
 ) -> None:
-    """List the runs and other commands that were submitted to a cluster, with their state and exit status, and what
-    they wait for."""
-    runs = eagleray.jobs(address)
+    """List the runs and other commands that were submitted to a cluster, with their users, states, exit statuses and
+    reasons to wait."""
+    runs = [job for job in eagleray.jobs(address) if not mine or job.user == user()]
     if as_json:
         print(json.dumps([{k: v for k, v in asdict(j).items() if k not in ("address", "digest")} for j in runs]))
         return
-    rows = [("ID", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
+    rows = [("ID", "USER", "STATE", "COMMAND", "RECIPE", "OUT", "SINCE", "DURATION", "STATUS")]
     for j in runs:
         since = datetime.fromtimestamp(j.since).strftime("%Y-%m-%d %H:%M")
         length = str(timedelta(seconds=round(j.seconds)))
         state = "waiting" if j.waits else j.state
-        status = "" if j.status is None else str(j.status)
-        rows.append((j.id, state, j.command, j.recipe, j.out, since, length, status))
+        status = j.killed_by or ("" if j.status is None else str(j.status))
+        rows.append((j.id, j.user, state, j.command, j.recipe, j.out, since, length, status))
     for line in aligned(rows):
         say(line)
+    newest = {(j.command, j.out): j for j in runs}  # the oldest come first
     for j in runs:
-        if j.waits:
-            say(f"{j.id}: {j.waits}")
+        if said := j.waits or (j.message if j.state == "failed" and j is newest[j.command, j.out] else ""):
+            say(f"{j.id}: {said}")
 
 
 def logs(
@@ -147,7 +154,7 @@ def logs(
 
 
 def stop(job: Id, address: Address = None) -> None:
-    """Ask a submitted run to save a checkpoint and end. Submitting it again continues it."""
+    """Ask a submitted run to save a checkpoint and end. Submitting the run again continues it."""
     eagleray.job(job, address=address).stop()
 
 

@@ -19,6 +19,7 @@ from eagleray.cli.options import (
     ImageChannels,
     Insist,
     Json,
+    MaxHours,
     MaxSide,
     Overrides,
     Plugins,
@@ -26,7 +27,8 @@ from eagleray.cli.options import (
     RecipeName,
     WhereColumns,
 )
-from eagleray.cli.outcome import show_card, show_run
+from eagleray.cli.outcome import name_of, show_card, show_run
+from eagleray.cli.usage import UsageError, explain
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,26 +60,38 @@ def pretrain(
     overrides: Overrides = None,
     plugin: Plugins = None,
     profile: Profile = None,
+    max_hours: MaxHours = None,
     insist: Insist = False,
     as_json: Json = False,
 ) -> None:
-    """Pretrain a backbone, or continue an interrupted run: the same command goes on where the last one stopped.
+    """Pretrain a backbone. After an interruption, repeat the command to continue the run where it stopped.
 
     Most runs set data.train=SHARDS, out=FOLDER and workers=N (Ray workers, one GPU each; 0 runs without Ray)."""
-    with silence(as_json):
+    from eagleray.cli.early import check_run
+    from eagleray.runs.named_run import one_look
+
+    with silence(as_json), one_look():
         keys = {"profile": profile} if profile else {}
-        run = eagleray.pretrain(name, overrides, plugins=plugin or (), insist=insist, **keys)
+        check_run(name, overrides or (), plugin or ())
+        run = eagleray.pretrain(name, overrides, plugins=plugin or (), insist=insist, max_hours=max_hours, **keys)
     show_run(run, as_json)
 
 
 @app.command()
 def shard(
-    folder: Annotated[Path, typer.Argument(help="Folder of images. Its subfolders, if any, become the classes.")],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            help="Folder or s3:// URL of images, whose subfolders, if any, become the classes; or Parquet files, such "
+            "as s3://bucket/*.parquet or hf://datasets/OWNER/NAME."
+        ),
+    ],
     destination: Annotated[str, typer.Argument(help="Folder or s3:// URL that the shards are written to.")],
     size: Annotated[int, typer.Option(help="Size of a shard, in MiB of images.", min=1)] = 128,
 ) -> None:
-    """Write a folder of images as shards with an index, in one process. The same as `prepare folder --workers 0`."""
-    show_card("folder", str(folder), destination, size=size, workers=0)
+    """Write images as shards with an index, like `prepare folder` or `prepare parquet` with --workers 0."""
+    kind = "parquet" if folder.startswith("hf://") or folder.lower().endswith(".parquet") else "folder"
+    show_card(kind, folder, destination, size=size, workers=0)
 
 
 @app.command()
@@ -85,12 +99,17 @@ def index(
     url: Annotated[
         str,
         typer.Argument(
-            help="WebDataset tars: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."
+            help="WebDataset tars or Parquet files: a folder, a glob or a brace pattern such as "
+            "s3://bucket/train-{000..127}.tar, or hf://datasets/OWNER/NAME; or a folder of images."
         ),
     ],
+    image: Annotated[
+        str | None, typer.Option(help="Only Parquet: column of the images, if several columns hold images.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Only Parquet: column of the classes, or the word none.")] = None,
 ) -> None:
-    """Write the index of existing WebDataset tars. An index that is there already is replaced."""
-    for folder in eagleray.index(url):
+    """Write the index of WebDataset tars, Parquet files or a folder of images, and replace an existing index."""
+    for folder in eagleray.index(url, image=image, label=label):
         bad = f", {folder['bad']} broken samples or shards" if folder["bad"] else ""
         out.print(f"{folder['index']}: {folder['images']} images{bad}", markup=False)
         for line in folder["left_out"]:
@@ -117,7 +136,7 @@ def prepare(
     size: Annotated[int, typer.Option(help="Size of a shard, in MiB of source files.", min=1)] = 128,
     max_side: MaxSide = 0,
     min_side: Annotated[
-        int, typer.Option(help="Shortest side in pixels. Images with a shorter one are left out. 0: none is.", min=0)
+        int, typer.Option(help="Images with a shorter side below this many pixels are left out. 0: none.", min=0)
     ] = 0,
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Leave out images whose file is the same, byte for byte, as an earlier one.")
@@ -138,14 +157,14 @@ def prepare(
         str,
         typer.Option(help="Only openimages: folder of the image files. By default they come from the public bucket."),
     ] = "",
-    column: Annotated[str, typer.Option(help="Only parquet: column of the images, where several hold some.")] = "",
-    where: Annotated[str, typer.Option(help="Only webdataset: leave out samples for which this is not true.")] = "",
+    column: Annotated[str, typer.Option(help="Only parquet: column of the images, if several hold images.")] = "",
+    where: Annotated[str, typer.Option(help="Only webdataset: SQL expression that is true for samples to keep.")] = "",
     columns: WhereColumns = "",
     plugin: Plugins = None,
 ) -> None:
-    """Turn a data set into shards with an index and a card, dataset.json, that describes them.
+    """Convert a data set into shards with an index and a data card, dataset.json.
 
-    The same command continues after an interruption. Each source is described in docs/prepare.md."""
+    After an interruption, repeat the command to continue. `eagleray list datasets` prints the public data sets."""
     show_card(
         source,
         origin,
@@ -171,19 +190,28 @@ def prepare(
 def stats(
     url: Annotated[
         str,
-        typer.Argument(help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."),
+        typer.Argument(
+            help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar; or a folder of "
+            "images."
+        ),
     ],
-    destination: Annotated[
-        Path, typer.Option("--out", help="Folder that contact.png and sizes.png are written to.")
-    ] = Path("stats"),
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder that contact.png and sizes.png are written to. By default stats/NAME."),
+    ] = None,
     channels: Annotated[
-        bool, typer.Option("--channels", help="Print the mean and deviation of each channel as lines of a recipe only.")
+        bool, typer.Option("--channels", help="Only print mean and deviation of each channel, as lines of a recipe.")
     ] = False,
 ) -> None:
     """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
+    from eagleray.datasets.describe import describe
+    from eagleray.storage.store import absolute
 
+    destination, source = folder or Path("stats") / name_of(url), absolute(url.rstrip("/"))
     check_local("--out", destination)
+    if (other := contact_sheet.source_of(destination / "sizes.png")) not in (None, source):
+        raise UserError(f"--out {destination}: holds pictures of {other or 'something else'}; give another --out")
     with writing(f"--out {destination}"):  # before the images are read, which may take long
         destination.mkdir(parents=True, exist_ok=True)
     if channels:
@@ -192,13 +220,14 @@ def stats(
         for line in measure_channels(url, destination, lambda line: out.print(f"# {line}", markup=False)).lines():
             out.print(line, markup=False)
         return
-    found, images = card.describe(url, destination)
+    say(f"pictures come into {destination}; data without an index get index.parquet beside them")
+    found, images = describe(url, destination)
     for line in card.lines(found):
         out.print(line, markup=False)
     with writing(f"--out {destination}"):
         if images:
             contact_sheet.contact(images, destination / "contact.png")
-        contact_sheet.sizes(card.image_stats(found), destination / "sizes.png")
+        contact_sheet.sizes(card.image_stats(found), destination / "sizes.png", source)
     out.print(f"{destination / 'contact.png'}, " * bool(images) + f"{destination / 'sizes.png'}", markup=False)
 
 
@@ -208,7 +237,7 @@ def bench_(
         str,
         typer.Argument(help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."),
     ],
-    seconds: Annotated[float, typer.Option(help="Seconds that each stage is measured for.", min=0.1)] = 3,
+    seconds: Annotated[float, typer.Option(help="Seconds for which each stage is measured.", min=0.1)] = 3,
     as_json: Json = False,
 ) -> None:
     """Measure how fast this machine fetches, decodes and crops the images, and say which stage limits training."""
@@ -232,7 +261,7 @@ def which(
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Say in which steps of a run a sample was read."""
+    """Print the training steps in which a run read a sample."""
     found = eagleray.which(run, key, plugins=plugin or ())
     if as_json:
         print(json.dumps(found))
@@ -272,9 +301,9 @@ def export(
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Write the backbone of a checkpoint as files that another library loads, with a card.
+    """Write the backbone of a checkpoint as files that another library loads, with a model card.
 
-    They are kept only after that library has loaded them in a new process and computed the same features."""
+    Eagleray keeps the files only if that library loads them in a new process and computes the same features."""
     from eagleray.api.export import write
 
     written = write(checkpoint, destination, to=to.value, what=what, heads=heads, plugins=plugin or ())
@@ -311,11 +340,42 @@ report_cli.register(app)
 tune.register(app)
 
 
+# The commands as `eagleray --help` shows them: by task, in the order in which a user needs them.
+GROUPS = {
+    "Images": ("shard", "index", "prepare", "data"),
+    "Recipes": ("init", "list", "show", "plan"),
+    "Training": ("pretrain", "finetune", "tune"),
+    "Runs": ("runs", "report", "watch", "track"),
+    "Backbones": ("evaluate", "embed", "export"),
+    "Clusters": ("submit", "jobs", "logs", "stop"),
+}
+
+
+def group_commands() -> None:
+    """Put every command into its group. Raises KeyError for a command that has none."""
+    group_of = {name: group for group, names in GROUPS.items() for name in names}
+    order = list(group_of)
+    for command in app.registered_commands:
+        command.name = command.name or getattr(command.callback, "__name__", "")
+        command.rich_help_panel = group_of[str(command.name)]
+    for typer_group in app.registered_groups:
+        typer_group.rich_help_panel = group_of[typer_group.name or ""]
+    app.registered_commands.sort(key=lambda command: order.index(command.name or ""))
+
+
+group_commands()
+
+
 def main() -> Any:
     """Run the command line. The exit status is 0 for success, 2 for wrong input, 75 where a store or a server stayed
     away, and 1 for anything else."""
     try:
-        app()
+        sys.exit(app(prog_name="eagleray", standalone_mode=False))
+    except UsageError as e:
+        print_error(str(explain(e)))
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(1)
     except UserError as e:
         print_error(str(e))
         sys.exit(2)

@@ -22,7 +22,7 @@ def complete_sweep(incomplete: str) -> list[str]:
 RecipeName = Annotated[
     str,
     typer.Argument(
-        help="Recipe: a name shown by `eagleray list recipes`, or the path of a YAML file.",
+        help="Recipe: a name shown by `eagleray list recipes`, the path of a YAML file, or the folder or URL of a run.",
         metavar="RECIPE",
         autocompletion=complete_recipe,
     ),
@@ -43,13 +43,17 @@ Plugins = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Insist = Annotated[
-    bool, typer.Option("--insist", help="Begin even a run that cannot fit into memory, by its plan (docs/plan.md).")
+Insist = Annotated[bool, typer.Option("--insist", help="Start even a run that, by its plan, does not fit into memory.")]
+MaxHours = Annotated[
+    float | None,
+    typer.Option(
+        help="Hours after which the run saves and stops with exit status 124. Waiting for machines counts too.", min=0
+    ),
 ]
 Profile = Annotated[
     str | None,
     typer.Option(
-        help="Steps to profile, such as 10..12: a trace and a table of their ten dearest operations in out/profile.",
+        help="Steps to profile, such as 10..12. out/profile gets a trace and a table of the ten slowest operations.",
         metavar="STEP..STEP",
     ),
 ]
@@ -58,8 +62,8 @@ WhereColumns = Annotated[
 ]
 MaxSide = Annotated[
     int,
-    typer.Option(help="Longest side in pixels. Larger images are shrunk to it and stored as JPEG. 0: never.", min=0),
+    typer.Option(help="Images with a longer side above this many pixels are shrunk and become JPEGs. 0: none.", min=0),
 ]
 ImageChannels = Annotated[
-    int, typer.Option(help="Channels of images such as satellites take; others are left out. 0: photographs.", min=0)
+    int, typer.Option(help="Number of channels of images that are not RGB; others are left out. 0: photographs.", min=0)
 ]

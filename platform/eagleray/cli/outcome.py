@@ -1,7 +1,10 @@
 """Print the results of a run, or of prepared shards."""
 
 import json
+import os
 import sys
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import eagleray
@@ -10,15 +13,25 @@ from eagleray.base.console import out
 if TYPE_CHECKING:
     from eagleray.api.run import Run
 
+TIME_OVER = 124  # the status with which `timeout` ends, too
+
 
 def show_run(run: "Run", as_json: bool) -> None:
-    """Print a run's results, or exit with 1 when the run was stopped."""
+    """Print a run's results, or exit with 1 when the run was stopped, and TIME_OVER when its hours were over."""
     if not run.finished:
-        sys.exit(1)
+        sys.exit(TIME_OVER if run.time_over else 1)
     if as_json:
         print(json.dumps(run.summary))
     else:
         out.print(str(run), markup=False)
+
+
+def name_of(data: str) -> str:
+    """Return a short name for a user's data, with a hash that distinguishes folders of the same name."""
+    from eagleray.storage import store
+
+    place = store.absolute(data.rstrip("/"))
+    return f"{Path(place).name.partition('.')[0].strip('*-{') or 'data'}-{zlib.crc32(os.fsencode(place)):08x}"
 
 
 def show_card(source: str, origin: str, destination: str, **options: Any) -> None:

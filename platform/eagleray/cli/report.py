@@ -4,7 +4,7 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write. By default report.html: in the run's folder, or here for several runs."),
+        typer.Option(help="File to write. By default report.html in the run's folder, or here for several runs."),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, a sweep, or several runs compared."""
@@ -38,30 +38,42 @@ def report(
 
 def runs(
     folder: Annotated[str, typer.Argument(help="Folder or s3:// URL with runs in it, at any of four levels.")] = ".",
-    metric: Annotated[str, typer.Option(help="Number to show, by its key in metrics.jsonl.")] = "knn/top1",
-    best: Annotated[str, typer.Option(help="Show this number instead, such as knn, and the best run first.")] = "",
+    metric: Annotated[
+        str,
+        typer.Option(help="Metric to show, by its key in metrics.jsonl. By default knn/top1, or the loss without it."),
+    ] = "",
+    best: Annotated[str, typer.Option(help="Metric to show instead, such as knn, with the best run first.")] = "",
     as_json: Json = False,
 ) -> None:
-    """List the runs in a folder: state, steps, and the best and newest value of a number such as kNN accuracy."""
-    from eagleray.runs.metrics import full_name
+    """List the runs in a folder: state, steps, and the best and newest value of a metric such as kNN accuracy."""
+    from eagleray.runs.metrics import KNN_TOP1, LOSS, full_name
 
-    found = eagleray.list_runs(folder, metric, best=best)
-    metric = full_name(best or metric)
+    wanted = full_name(best or metric or KNN_TOP1)
+    found = eagleray.list_runs(folder, wanted, best=best)
     if as_json:
         print(json.dumps([asdict(run) for run in found], default=str))
         return
-    rows: list[tuple[str, ...]] = [("RUN", "METHOD", "STATE", "STEP", f"BEST {metric}", "LAST", "SINCE")]
+    losses = {} if best or metric or all(run.best is not None for run in found) else losses_of(folder)
+    rows: list[tuple[str, ...]] = [("RUN", "METHOD", "STATE", "STEP", f"BEST {wanted}", "LAST", "SINCE")]
     for run in found:
         steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-        scores = ["" if score is None else f"{score:.4g}" for score in (run.best, run.last)]
+        of, scored = ("", run) if run.best is not None else (f"{LOSS} ", losses.get(run.name, run))
+        scores = ["" if score is None else f"{of}{score:.4g}" for score in (scored.best, scored.last)]
         since = run.changed.astimezone().strftime("%Y-%m-%d %H:%M") if run.changed else ""
         rows.append((run.name, run.method, run.state, steps, *scores, since))
     for line in aligned(rows):
         console.print(line, markup=False, soft_wrap=True)
 
 
+def losses_of(folder: str) -> dict[str, Any]:
+    """Return the runs in a folder by name, with their losses as scores."""
+    from eagleray.runs.metrics import LOSS
+
+    return {run.name: run for run in eagleray.list_runs(folder, LOSS)}
+
+
 def track(run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.")]) -> None:
-    """Send what MLflow lacks of a run that has ended or was stopped, such as after an outage."""
+    """Send MLflow what it lacks of a run that has ended or was stopped, for example after an outage."""
     from eagleray.api import track as api
 
     console.print(api.track(run), markup=False, soft_wrap=True)
@@ -71,7 +83,7 @@ def watch(
     run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run or of a sweep.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine; 0 takes any that is free.")] = 8787,
 ) -> None:
-    """Show the page about a run or a sweep in a browser on this machine, drawn anew every ten seconds."""
+    """Serve the page about a run or a sweep to browsers on this machine, and redraw it every ten seconds."""
     with eagleray.watch(run, port) as page:
         console.print(f"{page.url} shows {run} until Ctrl-C", markup=False)
         with contextlib.suppress(KeyboardInterrupt):

@@ -7,7 +7,6 @@ import traceback
 from typing import Any
 
 from eagleray.base.errors import Outage, UserError, one_line
-from eagleray.engine import checkpoint
 from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
@@ -30,7 +29,7 @@ def fail(out: str, command: str, failure: dict[str, Any]) -> None:
         if not internal_kv._internal_kv_initialized():
             raise
         log.warning("%s of %s cannot be written: %s", layout.FAILURE, out, e)
-        internal_kv._internal_kv_put(_key(command), text.encode())
+        internal_kv._internal_kv_put(_key(out, command), text.encode())
 
 
 def failure_of(out: str, command: str) -> dict[str, Any] | None:
@@ -44,13 +43,13 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
     known = json.loads(text or "{}")
     if known.get("command") == command:
         return dict(known)
-    kept = internal_kv._internal_kv_get(_key(command)) if internal_kv._internal_kv_initialized() else None
+    kept = internal_kv._internal_kv_get(_key(out, command)) if internal_kv._internal_kv_initialized() else None
     return dict(json.loads(kept)) if kept else None
 
 
 def report(error: Exception) -> dict[str, Any]:
     """Return what is kept of an error of this rank if it ends the run."""
-    rank = os.environ.get("RANK", "0")  # not that of a group, which an error may have kept from being formed
+    rank = os.environ.get("RANK", "0")  # the process group may not have been formed
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
 
@@ -58,6 +57,8 @@ def report(error: Exception) -> dict[str, Any]:
 def count(out: str, command: str) -> int:
     """Count an error that has ended an attempt. Returns how many did so in a row since this command started, without a
     new checkpoint in between."""
+    from eagleray.engine import checkpoint  # it imports PyTorch, and the command that waits for a run has none
+
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     known = json.loads(run_store(out).get(COUNT) or "{}")
     times = int(known["times"]) + 1 if known.get("after") == newest and known.get("command") == command else 1
@@ -65,5 +66,6 @@ def count(out: str, command: str) -> int:
     return times
 
 
-def _key(command: str) -> bytes:
-    return f"eagleray-failure-{command}".encode()
+def _key(out: str, command: str) -> bytes:
+    """Return the name of a run's failure in Ray: the trials of a sweep have one command."""
+    return f"eagleray-failure-{command}-{out}".encode()

@@ -12,11 +12,13 @@ from pathlib import Path
 import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError, has_secrets, hide_secrets
+from eagleray.base.user import user
 from eagleray.config import plugins as loading
-from eagleray.data.order import lane_length
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
+from eagleray.runs.named_run import check_goes_on
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.sources import resolve_paths
 from eagleray.storage.store import check_writable, folder_of, store
 
 # The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
@@ -33,12 +35,12 @@ class JobPackage:
     """A command that is ready to be sent to a cluster."""
 
     id: str  # the same whenever the command is sent
-    command: str  # such as pretrain
+    command: str  # e.g. pretrain
     name: str  # the name of the recipe, the sweep, the backbone or the data
-    out: str  # where the results go
+    out: str  # the folder or URL of the results
     digest: str  # a digest of everything that the results depend on
-    words: tuple[str, ...]  # what the head runs, after `eagleray`
-    asks: str  # what it asks of the cluster, in words
+    words: tuple[str, ...]  # the command line that the head runs, after `eagleray`
+    asks: str  # the resources that it needs, in words
     files: Mapping[str, str] = field(default_factory=dict)  # texts that are sent with it, by file name
     plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # keys are the paths that they are written to
     recipe: Recipe | None = None  # None unless the job is a run
@@ -56,7 +58,8 @@ class JobPackage:
     @property
     def labels(self) -> dict[str, str]:
         """Return the labels that the cluster stores with the job."""
-        return {"eagleray": self.command, "recipe": self.name, "out": self.out, "digest": self.digest}
+        kept = {"eagleray": self.command, "recipe": self.name, "out": self.out, "digest": self.digest}
+        return kept | {"user": user()}
 
     @property
     def busy(self) -> str:
@@ -88,13 +91,14 @@ def pack(
         raise UserError(
             f"--gpus {gpus} and {given[-1]}: expected only one of the two, as --gpus sets the number of workers"
         )
+    check_goes_on(name, overrides)
     recipe = recipes.load(
         name, [*overrides, *([f"workers={gpus}", "gpus=true"] if gpus else [])], [str(p) for p in plugins]
     )
     check_data_places(recipe)
     check_place("out", recipe.out)
-    check_lanes(recipe)
-    from eagleray.runs.build import check_method
+    recipes.check_lanes(recipe)
+    from eagleray.runs.checks import check_method
 
     check_method(recipe)
     return JobPackage(
@@ -150,8 +154,8 @@ def check_data_places(recipe: Recipe) -> None:
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
-    for key, place in recipe.weight_files.items():
-        check_place(key, place)
+    for key in resolve_paths(recipe).weight_files:  # a bare name of timm is no file
+        check_place(key, recipe.weight_files[key])
     if recipe.data.cache:
         check_place("data.cache", recipe.data.cache)
 
@@ -166,15 +170,6 @@ def check_place(key: str, place: str) -> None:
         check_writable(place, key)
     if (path := folder_of(place)) and not path.is_absolute():
         raise UserError(f"{key}={place}: a relative path; {SHARED}")
-
-
-def check_lanes(recipe: Recipe) -> None:
-    """Raises UserError when the lanes do not divide the batch, which would otherwise be found on the cluster."""
-    batch, lanes = recipe.optim.batch, recipe.data.lanes
-    try:
-        lane_length(batch, lanes=lanes, batch=batch)
-    except ValueError as e:
-        raise UserError(f"optim.batch={batch} data.lanes={lanes}: {e}") from None
 
 
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:

@@ -7,9 +7,12 @@ It is run as a file, before anything that may be missing is imported.
 """
 
 import importlib.util
-import os
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # The distributions of pyproject.toml, and what is imported of each.
 MODULES = {
@@ -43,6 +46,8 @@ MODULES = {
     "mlflow": "mlflow",
     "ray": "ray",
 }
+VMSTAT = Path("/proc/vmstat")
+LOOK = 10.0  # seconds between two looks at it
 
 
 def missing(modules: dict[str, str]) -> list[str]:
@@ -51,7 +56,7 @@ def missing(modules: dict[str, str]) -> list[str]:
 
 
 def start(words: Sequence[str]) -> None:
-    """Replace this process by a module, the first word, with its arguments. Exits with 2 when the environment lacks a
+    """Run a module, the first word, with its arguments, and exit with its status; with 2 when the environment lacks a
     package."""
     if lacks := missing(MODULES):
         version = ".".join(map(str, sys.version_info[:3]))
@@ -61,7 +66,33 @@ def start(words: Sequence[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", *words])
+    sys.exit(run([sys.executable, "-m", *words]))
+
+
+def run(command: Sequence[str]) -> int:
+    """Return the exit status of a command, as a shell has it. If a signal kills it, a line says which, and whether the
+    kernel has ended processes of this machine meanwhile as there was no memory left."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ray sends it to the command as well
+    process = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    before = last = ended_for_memory()
+    while True:
+        try:
+            status = process.wait(LOOK)
+            break
+        except subprocess.TimeoutExpired:
+            before, last = last, ended_for_memory()
+    if status >= 0:
+        return status
+    why = ": this machine has run out of memory, and its kernel has ended processes" * (ended_for_memory() > before)
+    print(f"error: killed by {signal.Signals(-status).name}{why}", file=sys.stderr)
+    return 128 - status
+
+
+def ended_for_memory() -> int:
+    """Return how many processes the kernel of this machine has ended as there was no memory left."""
+    text = VMSTAT.read_text() if VMSTAT.exists() else ""
+    return sum(map(int, re.findall(r"^oom_kill (\d+)$", text, re.M)))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""Submit, follow, list and stop commands as jobs of a Ray cluster, over HTTP through Ray's Jobs API."""
+"""Submit, follow, list and stop commands as jobs of a Ray cluster, over HTTP through the Jobs API of its dashboard.
+
+Ray's own client sends the same requests, but importing Ray takes a second; only `submit` needs it.
+"""
 
 import logging
 import os
 import re
 import shlex
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagleray.base import console
 from eagleray.base.errors import Outage, UserError
-from eagleray.cluster import head
+from eagleray.base.user import NAME
+from eagleray.cluster.dashboard import TokenRefused, ask, locate
+from eagleray.cluster.waiting import SOON
 from eagleray.cluster.waiting import START as WAITING
 from eagleray.config import nearest
 
@@ -30,9 +37,11 @@ ENTRY = (
 TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer
 PATIENCE = 300  # seconds that a follower waits for a head that was there before
 STOPPING = 300  # seconds for a stopped run to save, then Ray kills it
+MEMORY = 2**30  # bytes of the head that a job takes: measured with benchmarks/head_memory.py
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 POLL = 1.0  # seconds between two looks at a job
 RATE = 2**20  # bytes of log per second that looks may cost: Ray gives the whole log every time
-STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # those that are final, and what a command exits with
+STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, each with the exit status of a command
 # Ray sends the signal to all children too: loader processes ignore SIGINT, and ray.init takes SIGTERM for itself.
 STOP = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOPPING)}
 Say = Callable[[str], None]
@@ -48,11 +57,11 @@ class Unknown(UserError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the cluster describes it."""
+    """A run or command that was submitted to a cluster. Call `eagleray.job` again for a newer `state`."""
 
     id: str
     state: str  # pending, running, succeeded, failed, stopped
-    recipe: str  # or sweep, backbone, data
+    recipe: str  # the name of a recipe, sweep, backbone or data set
     out: str
     digest: str
     since: float  # seconds since 1970
@@ -60,10 +69,12 @@ class Job:
     status: int | None  # exit status; None while it runs, or where Ray has none
     message: str
     command: str = "pretrain"
-    waits: str = ""  # what it waits for, in words, where it does
+    user: str = ""  # name of the submitter
+    waits: str = ""  # a pending or running job's reason to wait, in words
+    address: str = ""  # the URL of the cluster's dashboard
 
     @classmethod
-    def of(cls, details: Mapping[str, Any]) -> "Job":
+    def _of(cls, details: Mapping[str, Any]) -> "Job":
         """Return the job that `details` of the Jobs API describe. Raises KeyError when they describe no job."""
         since = (details.get("start_time") or 0) / 1000
         end = details["end_time"] / 1000 if details.get("end_time") else time.time()
@@ -77,8 +88,9 @@ class Job:
             since,
             round(max(end - since, 0), 1),
             details.get("driver_exit_code"),
-            " ".join((details.get("message") or "").split())[:300],
+            _why(details.get("message") or ""),
             labels.get("eagleray", ""),
+            labels.get("user", ""),
         )
 
     @property
@@ -86,19 +98,40 @@ class Job:
         return self.state.upper() in STATES
 
     @property
-    def exits(self) -> int:
+    def _exits(self) -> int:
         """Return the exit status for a command that has followed the job to its end."""
         code = self.status if self.status is not None else STATES[self.state.upper()]
-        return code if 0 <= code < 256 else 1
+        return 128 - code if code < 0 else min(code, 255)
 
-    def end(self) -> str:
+    @property
+    def killed_by(self) -> str:
+        """Return the name of the signal that killed the command on the Ray head node, or an empty string."""
+        number = self._exits - 128 if self.ended else 0
+        return signal.Signals(number).name if number in set(signal.Signals) else ""
+
+    def follow(self) -> int:
+        """Print the run's output until the run ends, and return its exit status. Ctrl-C stops the printing, not the
+        run. Raises Outage if the Ray head node stops answering."""
+        return follow(Cluster(self.address), self.id, console.say)
+
+    def logs(self) -> str:
+        """Return everything that the run has printed so far."""
+        return Cluster(self.address).logs(self.id)
+
+    def stop(self) -> None:
+        """Ask the run to save a checkpoint and end, and wait until it has ended. To continue the run, submit it again.
+        Raises Outage if the run does not end in time."""
+        stop(Cluster(self.address), self.id, console.say)
+
+    def _ending(self) -> str:
         """Return in words how the job ended."""
         if self.state == "stopped":
             return f"{self.id}: stopped; submitting the same run again continues it"
         if self.state == "failed" and self.status is None:
             told = self.message or "Ray does not say why"
             return f"{self.id}: failed without an exit status: {told}; submitting the same run again continues it"
-        return f"{self.id}: {self.state}" + (f", exit status {self.exits}" if self.exits else "")
+        killed = f": killed by {self.killed_by}" if self.killed_by else ""
+        return f"{self.id}: {self.state}" + (f", exit status {self._exits}{killed}" if self._exits else "")
 
 
 class Cluster:
@@ -121,14 +154,14 @@ class Cluster:
         """Return the jobs that eagleray submitted, oldest first."""
         with self._asked():
             every = self._ask("/api/jobs/")
-            ours = [Job.of(j) for j in every if j.get("submission_id") and "eagleray" in (j.get("metadata") or {})]
+            ours = [Job._of(j) for j in every if j.get("submission_id") and "eagleray" in (j.get("metadata") or {})]
         return sorted(ours, key=lambda j: j.since)
 
     def job(self, name: str) -> Job:
         """Return the job with this id. Raises Unknown when there is none."""
         try:
             with self._asked():
-                return Job.of(self._ask(f"/api/jobs/{name}"))
+                return Job._of(self._ask(f"/api/jobs/{name}"))
         except Silent:
             known = [j.id for j in self.jobs()]
             if name in known:
@@ -142,50 +175,61 @@ class Cluster:
             text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
-    def waits(self, job: Job) -> str:
+    def waits(self, job: Job, known: Sequence[Job] | None = None) -> str:
         """Return what a job waits for, in words: the last line of its log, if that says so. Otherwise, and where the
-        head does not answer, an empty string."""
-        if job.state == "pending":
-            return job.message
-        if job.state != "running":
+        head does not answer, an empty string. `known` are all jobs, if they have just been listed."""
+        if job.state not in ("pending", "running") or (job.state == "pending" and job.seconds <= SOON):
             return ""
         try:
+            if job.state == "pending":
+                return _queue(self.jobs() if known is None else known)
             last = self.logs(job.id).rstrip().rpartition("\n")[2]
         except Silent:
             return ""
         return last if last.startswith(WAITING) else ""
 
-    def submit(self, name: str, package: "JobPackage", variables: dict[str, str]) -> None:
-        """Submit a package as a job with this id and these environment variables. Raises Silent, also when another
-        job has the id already."""
+    def submit(self, name: str, package: "JobPackage", variables: dict[str, str], memory: int) -> None:
+        """Submit a package as a job with this id and these environment variables, which takes so many bytes of the
+        head's memory; Ray starts it when they are free. Raises Silent, also when another job has the id already."""
         with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
             package.write(Path(folder))
-            runtime = {"working_dir": folder, "env_vars": variables | STOP}
-            # No resources: Ray puts such a job's driver on the head, which is no spot node.
-            client = _client(self.address)
-            line = f"{ENTRY} {shlex.join(package.words)}"
-            client.submit_job(entrypoint=line, submission_id=name, runtime_env=runtime, metadata=package.labels)
+            variables = variables | STOP | {NAME: package.labels["user"]}
+            runtime = {"working_dir": folder, "env_vars": variables}
+            _client(self.address).submit_job(
+                entrypoint=f"{ENTRY} {shlex.join(package.words)}",
+                submission_id=name,
+                runtime_env=runtime,
+                metadata=package.labels,
+                entrypoint_memory=memory,
+                entrypoint_resources={HEAD: 0.001},  # the head is no spot node
+            )
 
     def stop(self, name: str) -> bool:
         """Ask a job to end; return False when it has not started."""
         with self._asked():
             return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
-    def size(self) -> str:
-        """Return in words how many nodes, CPUs and GPUs the cluster has now."""
+    def size(self) -> tuple[str, int]:
+        """Return in words what the cluster has now, and the bytes of memory that its head has for jobs; 0 if the head
+        does not say."""
         from ray.util.state import list_nodes
         from ray.util.state.exception import RayStateApiException
 
+        alive: Any = [("state", "=", "ALIVE")]
         try:
             with self._asked(), _through_ray():
-                nodes = list_nodes(self.address, filters=[("state", "=", "ALIVE")], limit=10_000, timeout=TIMEOUTS[1])
+                # Ray counts nodes that have died as missing in the answer.
+                nodes = list_nodes(
+                    self.address, alive, limit=10_000, timeout=TIMEOUTS[1], raise_on_missing_output=False
+                )
         except (RayStateApiException, Silent):
-            return "not told what it has"  # a run does not need to know
+            return "does not say what it has", 0  # a run does not need to know
         cpus, gpus = (sum((n.resources_total or {}).get(kind, 0) for n in nodes) for kind in ("CPU", "GPU"))
-        return f"has {len(nodes)} node(s) with {cpus:g} CPUs and {gpus:g} GPUs now"
+        memory = sum((n.resources_total or {}).get("memory", 0) for n in nodes if n.is_head_node)
+        return f"has {len(nodes)} node(s) with {cpus:g} CPUs and {gpus:g} GPUs now", int(memory)
 
     def _ask(self, path: str, *, verb: str = "GET") -> Any:
-        return head.ask(self.address, path, verb=verb, timeouts=TIMEOUTS)
+        return ask(self.address, path, verb=verb, timeouts=TIMEOUTS)
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -193,7 +237,7 @@ class Cluster:
         else."""
         try:
             yield
-        except head.TokenRefused as e:
+        except TokenRefused as e:
             raise UserError(
                 f"{self.address}: the cluster {'requires a token' if e.missing else 'refuses the token'}; set "
                 "RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -202,35 +246,23 @@ class Cluster:
             raise Silent(f"{self.address}: {_reason(e, ' '.join(str(e).split()))}") from None
 
 
-def locate(address: str | None) -> str:
-    """Return the address of the head: the given one, or that of RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises
-    UserError."""
-    for name, given in [("--address", address)] + [
-        (n, os.environ.get(n)) for n in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-    ]:
-        if given and "@" in given:
-            raise UserError(
-                f"{name}: contains a user or password; expected the plain address, with "
-                "the token in the variable RAY_AUTH_TOKEN"
-            )
-        if given and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", given):
-            raise UserError(f"{name} {given}: expected the dashboard of a Ray head, such as http://head:8265")
-        if given:
-            return given.rstrip("/")
-    raise UserError("--address: missing; expected the dashboard of a Ray head, such as http://head:8265")
-
-
 @contextmanager
 def _through_ray() -> Iterator[None]:
-    """Turn the errors of Ray's own client into those of `head.ask`."""
+    """Turn the errors of Ray's own client into those of `ask`."""
     from ray.exceptions import AuthenticationError, RayError
 
     try:
         yield
     except AuthenticationError as e:
-        raise head.TokenRefused(missing=not str(e).startswith("Authentication failed")) from None
+        raise TokenRefused(missing=not str(e).startswith("Authentication failed")) from None
     except RayError as e:
         raise RuntimeError(str(e)) from None
+
+
+def _queue(known: Sequence[Job]) -> str:
+    """Return in words what a job that Ray has not started waits for, beside all jobs."""
+    others = sum(job.state == "running" for job in known)
+    return f"{WAITING}{MEMORY / 2**30:g} GiB of the head's memory; {others} job(s) run there with as much each"
 
 
 def _client(address: str) -> Any:
@@ -243,7 +275,7 @@ def _client(address: str) -> Any:
             return super()._do_request(*args, timeout=TIMEOUTS, **more)
 
     for name in "dashboard.modules.dashboard_sdk", "_private.authentication", "_private.runtime_env.packaging":
-        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # what they say, we say
+        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # we report the same errors
     return Client(address)
 
 
@@ -259,11 +291,18 @@ def _reason(error: Exception, said: str) -> str:
     return "nobody answers there" if isinstance(error, OSError) else said[:200]
 
 
+def _why(message: str) -> str:
+    """Return one line of Ray's message about a job: the last error in the log that it may end with, or its start."""
+    errors = [line for line in message.splitlines() if line.startswith("error: ")]
+    return errors[-1] if errors else " ".join(message.split())[:300]
+
+
 def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
     """Submit a command, and return its job id. If the same one is being run already, raises UserError, or with `join`
     returns the id of that job."""
     while True:
-        family = [j for j in cluster.jobs() if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
+        known = cluster.jobs()
+        family = [j for j in known if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
         if running := next((j for j in family if not j.ended), None):
             if running.digest != package.labels["digest"]:
                 other = "is training another recipe there" if package.recipe else "works there with other options"
@@ -274,15 +313,21 @@ def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], s
             return running.id
         number = max((int(j.id[len(package.id) + 1 :] or 1) for j in family), default=0) + 1
         name = package.id if number == 1 else f"{package.id}-{number}"
-        say(f"the cluster {cluster.size()}; this asks for {package.asks}")
+        size, memory = cluster.size()
+        say(f"the cluster {size}; this asks for {package.asks}")
         try:
-            cluster.submit(name, package, variables)
+            cluster.submit(name, package, variables, min(MEMORY, memory or MEMORY))
         except Silent as e:
             if "already exists" not in str(e):
                 raise
             continue  # somebody was faster
         what = package.name if package.recipe else f"{package.command} {package.name}"
         say(f"{name}: submitted, {what} to {package.out}; {manage(name)}")
+        if memory and sum(not j.ended for j in known) >= max(memory // MEMORY, 1):
+            say(
+                f"{name}: waits until another job has ended: each takes {MEMORY / 2**30:g} GiB of the head, which has "
+                f"{memory / 2**30:.1f} GiB for jobs"
+            )
         return name
 
 
@@ -293,11 +338,12 @@ def manage(name: str) -> str:
 
 def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE) -> int:
     """Print the output of a job until it ends. Returns its exit status; raises Outage when the head stays away."""
-    told, lost, job = 0, 0.0, cluster.job(name)
+    told, lost, job, waits = 0, 0.0, cluster.job(name), ""
     while True:
         try:
             job = cluster.job(name)  # read first: the log is complete once the job has ended
             text = cluster.logs(name)
+            before, waits = waits, cluster.waits(job) if job.state == "pending" else ""
         except Silent as e:
             if not lost:
                 say(f"{e}; trying again for {patience:.0f} s, which does not disturb the job")
@@ -311,13 +357,15 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
             again = "submitting the run again continues it"
             raise Outage(f"{name}: the head has restarted and does not know this job; {again}") from None
         lost = 0.0
+        if waits and waits != before:
+            say(waits)
         new = text[told:] if job.ended else text[told : text.rfind("\n") + 1]
         told += len(new)
         for line in new.splitlines():
             say(line)
         if job.ended:
-            say(job.end())
-            return job.exits
+            say(job._ending())
+            return job._exits
         time.sleep(POLL + len(text) / RATE)
 
 
@@ -329,6 +377,9 @@ def stop(cluster: Cluster, name: str, say: Say) -> None:
         return
     if not cluster.stop(name):
         raise Outage(f"{name}: cannot be stopped before it has started; try again later")
+    if job.state == "pending":
+        say(f"{name}: had not started, and ends as soon as it does")
+        return
     say(f"{name}: asked to save and stop after its current step; Ray kills it after {STOPPING} s")
     end = time.monotonic() + STOPPING + 60
     while not (job := cluster.job(name)).ended:
@@ -337,4 +388,4 @@ def stop(cluster: Cluster, name: str, say: Say) -> None:
         time.sleep(POLL)
     for line in cluster.logs(name).splitlines()[-1:]:
         say(line)
-    say(job.end())
+    say(job._ending())

@@ -1,51 +1,85 @@
 """Export a run's numbers as Ray metrics, which Prometheus collects from every node of a cluster."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
+from eagleray.runs.background import Background
 from eagleray.runs.metrics import METRICS
 
 # The name without the prefix, and the metric that it shows.
 GAUGES = {m.gauge: m for m in METRICS.values() if m.gauge}
 PROGRESS = "progress_ratio", "Share of the planned steps that have been taken"
 PLANNED = "planned_steps", "Planned steps of the run"
+WANTED = "wanted_workers", "Smallest number of workers that the run requests, while its command runs"
 FINDINGS = "health_findings", "Problems found since this process started, by kind"
 PREFIX = "eagleray_"
-TAGS = ("run", "method")
+TAGS = ("run", "method", "user")
 
 
-class Gauges:
+class Kept(Background):
+    """Gauges of a run that keep their last values until they are closed. Ray exports a value once for each time that it
+    is set, and drops it two exports later, long before the next line of a run that logs seldom or stands still."""
+
+    seconds = 5.0  # Ray exports every 10
+
+    def __init__(self, run: str, method: str, user: str, abouts: Mapping[str, str]) -> None:
+        """`run` is the run's whole address, as two runs may have a name in common, and `user` the person who began
+        it."""
+        from ray.util.metrics import Gauge
+
+        super().__init__("gauges")
+        self.tags, self.values = dict(zip(TAGS, (run, method, user), strict=True)), dict[str, float]()
+        self.gauges = {name: Gauge(PREFIX + name, what, TAGS) for name, what in abouts.items()}
+        self.start()
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge. A value that is not finite is ignored."""
+        if math.isfinite(value):  # a loss that is not stays where it was, and the health findings say so
+            self.values[name] = value
+            self.gauges[name].set(value, self.tags)
+
+    def tick(self) -> None:
+        for name, value in list(self.values.items()):
+            self.gauges[name].set(value, self.tags)
+
+
+class Gauges(Kept):
     """The Ray metrics of a run, which rank 0 sets. Ray exports them from the node of rank 0, under names that begin
     with `ray_eagleray_`."""
 
-    def __init__(self, run: str, method: str, steps: int) -> None:
-        """`run` is the name of the run's folder; `steps` is how many are planned."""
-        from ray.util.metrics import Counter, Gauge
+    def __init__(self, run: str, method: str, user: str, steps: int) -> None:
+        """`steps` is how many are planned."""
+        from ray.util.metrics import Counter
 
-        self.tags, self.steps = {"run": run, "method": method}, steps
         abouts = {name: metric.meaning for name, metric in GAUGES.items()} | dict([PROGRESS, PLANNED])
-        self.gauges = {name: Gauge(PREFIX + name, what, TAGS) for name, what in abouts.items()}
-        self.findings = Counter(PREFIX + FINDINGS[0], FINDINGS[1], (*TAGS, "kind"))
-        self._set(PLANNED[0], steps)
+        super().__init__(run, method, user, abouts)
+        self.steps, self.findings = steps, Counter(PREFIX + FINDINGS[0], FINDINGS[1], (*TAGS, "kind"))
+        self.set(PLANNED[0], steps)
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Set the metrics from a line of metrics.jsonl or health.jsonl, or from goodput and restarts. Other keys are
         ignored."""
         for name, metric in GAUGES.items():
             if "kind" not in record and metric.key in record:
-                self._set(name, record[metric.key])
+                self.set(name, record[metric.key])
         if "kind" in record:
             self.findings.inc(1, self.tags | {"kind": str(record["kind"])})
         elif "step" in record:
-            self._set(PROGRESS[0], record["step"] / self.steps)
+            self.set(PROGRESS[0], record["step"] / self.steps)
 
-    def _set(self, name: str, value: float) -> None:
-        """Set a gauge. A value that is not finite is ignored."""
-        if math.isfinite(value):  # a loss that is not stays where it was, and the health findings say so
-            self.gauges[name].set(value, self.tags)
+
+@contextmanager
+def wanted(run: str, method: str, user: str, workers: int) -> Iterator[None]:
+    """A context in which Ray exports from this process that a run asks for so many workers. Ray drops the metrics of
+    rank 0 when its worker dies, and this one alone tells a run without a machine from one that has ended."""
+    with closing(Kept(run, method, user, dict([WANTED]))) as kept:
+        kept.set(WANTED[0], workers)
+        yield
 
 
 def exported() -> set[str]:
     """Return the names of the metrics as Prometheus sees them."""
-    return {f"ray_{PREFIX}{name}" for name in (*GAUGES, PROGRESS[0], PLANNED[0])} | {f"ray_{PREFIX}{FINDINGS[0]}_total"}
+    names = *GAUGES, PROGRESS[0], PLANNED[0], WANTED[0], f"{FINDINGS[0]}_total"
+    return {f"ray_{PREFIX}{name}" for name in names}

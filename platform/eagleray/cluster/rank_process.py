@@ -18,14 +18,14 @@ from eagleray.base import dist
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import Futile, Outage, Preempted, Superseded, UserError, one_line
 from eagleray.cluster.failure import report
-from eagleray.cluster.spares import Line
+from eagleray.cluster.spares import WorkerLine
 from eagleray.cluster.supervisor import DONE, FAIL, FAILED, GO, PREEMPTED, SHOW, SUPERSEDED, WARNED
 from eagleray.config import plugins
 from eagleray.engine.world import World
 from eagleray.runs import pretrain
 from eagleray.runs.recipe import Recipe
 
-for _name in ("boto3", "mlflow"):  # what a run imports later, and a forked process shall find; each may be missing
+for _name in ("boto3", "mlflow"):  # imported before the fork, as a run needs them later; either may be missing
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
@@ -36,7 +36,7 @@ class RayWorld(World):
 
     spot = True
 
-    def __init__(self, device: torch.device, cpus: float, line: Line, why: str) -> None:
+    def __init__(self, device: torch.device, cpus: float, line: WorkerLine, why: str) -> None:
         super().__init__(device, cpus)
         self.line, self.why = line, why
 
@@ -50,7 +50,7 @@ class RayWorld(World):
         self.line.send(SHOW, dict(record), steps)
 
 
-def train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> None:
+def train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> None:
     """Train one rank, and tell the worker how that ended. `why` says what ended the attempt before."""
     last: tuple[Any, ...]
     try:
@@ -71,7 +71,7 @@ def train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> None:
     line.wait_for(GO)  # the connections to the other ranks stay until these have ended too
 
 
-def _train(line: Line, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
     plugins.install(given["plugins"])
     recipe = config.check(Recipe, given["recipe"], "recipe")
     device = torch.device(given["device"])

@@ -1,23 +1,28 @@
-"""Apply a function to tasks on Ray, with a limited number of them at once."""
+"""Apply a function to tasks on Ray, with a limited number of them at once, such as reading shards to index them."""
 
 import contextlib
+import functools
+import itertools
 import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 from eagleray.base.console import say
 from eagleray.base.cpu_share import give_cpus
 from eagleray.base.errors import Outage, UserError
 from eagleray.cluster.session import joining, machines, session
-from eagleray.cluster.waiting import Say, Waiting, reserved
+from eagleray.cluster.waiting import Say, Waiting, reserve_workers
 from eagleray.config import plugins
+from eagleray.data.index import ScanAll, scan_here, scan_shard
+from eagleray.storage.store import is_remote
 
 T = TypeVar("T")
 R = TypeVar("R")
 WAITING = 64  # tasks that wait for a CPU; an autoscaler starts nodes for them
-SECONDS = 10.0  # how often the size of the cluster is looked up
+SECONDS = 10.0  # the size of the cluster is looked up this often
 
 
 def ray_map(
@@ -60,6 +65,14 @@ def ray_map(
             _forget(name)
 
 
+def await_room(gpus: bool) -> None:
+    """Wait until a cluster has room for a task, with a GPU if asked, and say so meanwhile. The driver of a command that
+    computes with what tasks return imports PyTorch afterwards, so that it takes little of the head while it waits."""
+    if joining():
+        with session() as ray, reserve_workers(ray, 1, {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}), say):
+            pass
+
+
 class TaskWaiting(Waiting):
     """Looks whether the cluster has room for a task, and prints a line while it has not."""
 
@@ -77,8 +90,7 @@ class TaskWaiting(Waiting):
 
     def _placed(self) -> bool:
         """Return whether a machine is large enough for a task, and a task has begun, so that the others take turns."""
-        large = any(all(node.get(k, 0) >= v for k, v in self.each.items()) for node in machines(self.ray))
-        return large and _begun(self.name)
+        return self._fits() and _begun(self.name)
 
 
 def _begin(name: str) -> None:
@@ -109,7 +121,7 @@ def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
     A cluster that may grow is asked for `number` GPUs while it has none, and a line says so. Raises UserError when Ray
     is this machine alone, and it has no GPU."""
     if joining() and not any(node.get("GPU") for node in machines(ray)):
-        with reserved(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
+        with reserve_workers(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
             pass  # an autoscaler has started machines, whose shares are known now
     shares = [node.get("CPU", 1) // node["GPU"] for node in machines(ray) if node.get("GPU")]
     if not shares:
@@ -142,18 +154,31 @@ def _results(
 ) -> Iterator[Any]:
     """Yield the results, with at most `width()` tasks handed to Ray. `look` is called every second."""
     running: set[Any] = set()
-    more, most, asked = True, width(), time.monotonic()
-    while more or running:
-        while more and len(running) < most:
-            try:
-                running.add(remote.remote(next(tasks)))
-            except StopIteration:
-                more = False
-        if running:
-            ready, _ = ray.wait(list(running), num_returns=1, timeout=1)
-            look()
-            for result in ready:
-                running.remove(result)
-                yield ray.get(result)
-            if time.monotonic() > asked + SECONDS:
-                most, asked = width(), time.monotonic()
+    most, asked = width(), time.monotonic()
+    while True:
+        running.update(remote.remote(task) for task in islice(tasks, max(most - len(running), 0)))
+        if not running:
+            return
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=1)
+        look()
+        for result in ready:
+            running.remove(result)
+            yield ray.get(result)
+        if time.monotonic() > asked + SECONDS:
+            most, asked = width(), time.monotonic()
+
+
+def scanner() -> ScanAll:
+    """Return what reads tars to index them: the cluster of RAY_ADDRESS if that is set, else threads of this process."""
+    return scan_on_cluster if joining() else scan_here
+
+
+def scan_on_cluster(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield shards with the rows of their samples, or images with what was read of them, in any order, each read by a
+    task on the cluster.
+
+    What is at a local path is read here, as other machines may not have it.
+    """
+    for far, some in itertools.groupby(things, key=lambda thing: is_remote(thing.url)):
+        scan = functools.partial(ray_map, scan_shard) if far else scan_here
+        yield from scan(some)

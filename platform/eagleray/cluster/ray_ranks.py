@@ -1,5 +1,6 @@
 """Run a function on several Ray processes that form a process group, such as a fine-tuning on several GPUs."""
 
+import contextlib
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from eagleray.base.cpu_share import cpus, give_cpus
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.cluster.ray_map import amounts_of, gpu_share
 from eagleray.cluster.session import machines, session
-from eagleray.cluster.waiting import reserved
+from eagleray.cluster.waiting import reserve_workers
 from eagleray.config import plugins
 from eagleray.engine import world
 
@@ -61,25 +62,22 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     actors: list[Any] = []
-    with reserved(ray, workers, amounts_of(each), note) as group:
+    with reserve_workers(ray, workers, amounts_of(each), note) as group, contextlib.ExitStack() as ends:
         lines = _queue(ray)
+        ends.callback(lines.shutdown, force=True)
         nodes = placement_group_table(group)["bundles_to_node_id"]
         # Ranks in the order of the machines: each finds again what an earlier function has kept on its machine.
         bundles = sorted(range(workers), key=lambda bundle: nodes[bundle])
-        try:
-            for rank, bundle in enumerate(bundles):
-                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-                kind = ray.remote(**each, scheduling_strategy=strategy)(Rank)
-                actors.append(kind.remote(rank, workers, dict(each), plugins.pack()))
-            payload = ray.put(cloudpickle.dumps(work))
-            address = actors[0].listen.remote()
-            results = [actor.run.remote(address, payload, lines) for actor in actors]
-            _wait(ray, results, lambda: _show(lines, note))
-            return pickle.loads(ray.get(results[0]))
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-            lines.shutdown(force=True)
+        for rank, bundle in enumerate(bundles):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            kind = ray.remote(**each, scheduling_strategy=strategy)(Rank)
+            actors.append(kind.remote(rank, workers, dict(each), plugins.pack()))
+            ends.callback(ray.kill, actors[-1])
+        payload = ray.put(cloudpickle.dumps(work))
+        address = actors[0].listen.remote()
+        results = [actor.run.remote(address, payload, lines) for actor in actors]
+        _wait(ray, results, lambda: _show(lines, note))
+        return pickle.loads(ray.get(results[0]))
 
 
 def _queue(ray: Any) -> Any:

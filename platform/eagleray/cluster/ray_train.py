@@ -1,29 +1,34 @@
-"""Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user."""
+"""Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user.
+
+On a cluster this is the head's work, for every run at once: nothing here imports PyTorch but the workers, elsewhere.
+"""
 
 import contextlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
-
-import torch
 
 from eagleray import config
 from eagleray.base.console import say
 from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.base.threads import begin
+from eagleray.cluster.controller import Controller
 from eagleray.cluster.failure import failure_of
+from eagleray.cluster.prometheus import wanted
+from eagleray.cluster.reservation import Reservation
 from eagleray.cluster.resize import save_before_resize
-from eagleray.cluster.session import aside, machines, session
-from eagleray.cluster.supervisor import HANGING, supervise
+from eagleray.cluster.session import divert_stderr, machines, session
+from eagleray.cluster.spares import HANGING
 from eagleray.cluster.waiting import Say, Waiting
 from eagleray.config import plugins
-from eagleray.engine.precision import compute_dtype
+from eagleray.config.types import NO_FP16
 from eagleray.runs import layout
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
-from eagleray.runs.stop_signal import notes_of
+from eagleray.runs.stop_request import notes_of
 from eagleray.runs.tracking import Tracking
 
 # Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
@@ -41,7 +46,7 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
     run = run_store(recipe.out)
     log = run.view / layout.RAY_LOG
     try:
-        with aside(log), session() as ray:
+        with divert_stderr(log), session() as ray:
             return fit(ray, recipe, tracking=tracking, command=command, say=say)
     finally:
         if log.exists():
@@ -61,7 +66,7 @@ def fit(
     """Train in a Ray that is connected already. `callbacks` are passed to Ray Train; `say` gets a line while the run
     waits for resources. Returns and raises the same as `launch`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from eagleray.cluster import process_group
 
@@ -73,13 +78,16 @@ def fit(
     gpu, cpus = resources(recipe, machines(ray))
     if gpu:
         process_group.watch_hangs(recipe.data.patience)
-    else:
-        compute_dtype(recipe.precision, torch.device("cpu"))  # an error here is one line; a worker's comes later
+    elif recipe.precision == "fp16":
+        raise UserError(NO_FP16)  # an error here is one line; a worker's comes later
     each = {"CPU": cpus} | ({"GPU": 1.0} if gpu else {})
-    waiting = Waiting(ray, least, most, each, say)
+    reservation = Reservation(ray, recipe.out)
+    controller = Controller(reservation.name)
+    of_others = (reservation.amounts, reservation.release_dead) if least < most else ()
+    waiting = Waiting(ray, least, most, each, say, *of_others)
     began = time.time()
-    trainer = TorchTrainer(
-        supervise,  # type: ignore[arg-type]
+    trainer = DataParallelTrainer(
+        work,
         train_loop_config={
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
@@ -88,7 +96,7 @@ def fit(
             "timeout": process_group.limit(recipe.data.patience),
             "command": command,
         },
-        torch_config=process_group.Ranks(),
+        backend_config=process_group.Ranks(),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),  # type: ignore[arg-type]
             use_gpu=gpu,
@@ -100,18 +108,35 @@ def fit(
             storage_path=str(run_store(recipe.out).view / ".ray"),
             # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `failure.count`.
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=[*callbacks, save_before_resize()],
+            callbacks=[*callbacks, save_before_resize(), controller.callback()],
         ),
     )
-    result = _fit(trainer, waiting, stop_asked(recipe.out, command, 60 * recipe.data.patience))
-    if result is None:
-        return None
-    raise_failure(recipe.out, command)
+    reservation.give_name(trainer)
+    try:
+        with wanted(recipe.out, recipe.method.name, tracking.user, least):
+            stopped = stop_asked(recipe.out, command, 60 * recipe.data.patience)
+            result = _fit(trainer, waiting, stopped, lambda: None if waiting.asks() else controller.kill())
+    finally:
+        reservation.cancel()
+        controller.forget()
+    return None if result is None else _summary(result, recipe.out, command)
+
+
+def _summary(result: Any, out: str, command: str) -> Any:
+    """Return what rank 0 of a command's run has returned. Raises the run's error, or that of Ray."""
+    raise_failure(out, command)
     if isinstance(result, BaseException):
         os.write(2, f"{result}\n".encode())  # dozens of lines, such as who had how much memory when Ray ended a worker
-        where = f"see {layout.LOG} and {layout.RAY_LOG} in {recipe.out}"
+        where = f"see {layout.LOG} and {layout.RAY_LOG} in {out}"
         raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
-    return result.return_value  # type: ignore[no-any-return]
+    return result.return_value
+
+
+def work(given: dict[str, Any]) -> Any:
+    """Train one rank, in a worker of Ray Train."""
+    from eagleray.cluster.supervisor import supervise
+
+    return supervise(given)
 
 
 def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
@@ -178,22 +203,16 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
     return gpu, max(int(each), 1) if whole else each
 
 
-def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool]) -> Any:
+def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool], abort: Callable[[], object]) -> Any:
     """Run the trainer in a thread of its own, and return Ray's result or the error: in the main thread Ray would handle
-    Ctrl-C itself, but the run has to save first. Meanwhile say what the run waits for, if it does; None is returned
-    when it is stopped before there was room for it, as no worker is there to see that."""
-    results: list[Any] = []
-
-    def work() -> None:
-        try:
-            results.append(trainer.fit())
-        except BaseException as e:
-            results.append(e)
-
-    thread = threading.Thread(target=work, name="ray-train", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
+    Ctrl-C itself, but the run has to save first. Meanwhile say what the run waits for, if it does. When it is stopped
+    before there was room for it, no worker is there to see that: `abort` is called, which ends the trainer and its
+    thread, and None is returned."""
+    result = begin(trainer.fit, "ray-train")
+    while not result.done():
+        wait([result], 0.2)
         if waiting.look() and stopped():
+            waiting.say("stopped while it waited; the same command continues")
+            abort()
             return None
-    return results[0]
+    return result.exception() or result.result()

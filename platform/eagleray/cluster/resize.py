@@ -1,5 +1,6 @@
 """Save a run before Ray Train changes the number of its workers, so that no step is taken again."""
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -52,12 +53,11 @@ def save_before_resize() -> Any:
             if self.group is None:  # there is nothing to save before the first start and after a failure
                 return
             end = time.monotonic() + PATIENCE
-            try:
+            # If rank 0 has died or hangs, the run continues from its newest checkpoint.
+            with contextlib.suppress(ray.exceptions.RayError):
                 self._call(ask_to_save)
                 while not self._call(has_saved) and time.monotonic() < end:
                     time.sleep(0.2)
-            except ray.exceptions.RayError:
-                pass  # rank 0 has died or hangs; the run continues from its newest checkpoint
 
         def _call(self, function: Any) -> Any:
             return ray.get(self.group.execute_single_async(0, function), timeout=PATIENCE)

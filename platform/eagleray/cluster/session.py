@@ -1,18 +1,24 @@
-"""Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine."""
+"""Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine.
+
+The latter is closed to the machine's other users, who could run code as this one.
+"""
 
 import functools
 import importlib
 import logging
 import os
+import secrets
 import signal
+import stat
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagleray.cluster import private_files
+from eagleray.base.contexts import replaced
 
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # the default of 15 starves workers on a shared machine
@@ -35,9 +41,9 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
 
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": STORE}
     if not joining():
-        own["_temp_dir"] = str(private_files.session_dir())
+        own["_temp_dir"] = str(session_dir())
         if os.environ["RAY_AUTH_MODE"] == "token":
-            private_files.protect_token()
+            protect_token()
     own |= {"num_cpus": cpus} if cpus else {}
     before = signal.getsignal(signal.SIGTERM)
     _connect(ray, {} if joining() else own)
@@ -60,7 +66,7 @@ def machines(ray: Any) -> list[Mapping[str, float]]:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[None]:
+def divert_stderr(path: Path) -> Iterator[None]:
     """A context in which what Ray's libraries print goes to the end of a file, such as dozens of lines after a node was
     lost. They write to the process's standard error; what Python prints there is printed as before."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +75,7 @@ def aside(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         os.dup2(file.fileno(), 2)
     shown = os.fdopen(os.dup(kept), "w", buffering=1)
-    if _is_standard(before):
+    if before is sys.__stderr__:  # not a stream that a test or a notebook has put there
         sys.stderr = shown
     try:
         yield
@@ -78,14 +84,6 @@ def aside(path: Path) -> Iterator[None]:
         shown.close()
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _is_standard(stream: Any) -> bool:
-    """Return whether a stream writes to the process's standard error, as one that a test has put there does not."""
-    try:
-        return bool(stream.fileno() == 2)
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _connect(ray: Any, options: dict[str, Any]) -> None:
@@ -102,16 +100,44 @@ def _connect(ray: Any, options: dict[str, Any]) -> None:
                 raise RuntimeError(f"Ray on {where} did not answer: {' '.join(str(e).split())[:300]}") from e
 
 
-@contextmanager
-def _servers_apart() -> Iterator[None]:
+def _servers_apart() -> AbstractContextManager[None]:
     """A context in which Ray starts its servers in process groups of their own.
 
     `timeout` and others send SIGTERM to the whole group of a command. A run saves then, for which it needs Ray.
     """
     services: Any = importlib.import_module("ray._private.services")
-    before = services.ConsolePopen
-    services.ConsolePopen = functools.partial(before, process_group=0)
+    return replaced(services, "ConsolePopen", functools.partial(services.ConsolePopen, process_group=0))
+
+
+def session_dir() -> Path:
+    """Return a folder for the sessions of Ray, within one that only this user can enter, as Ray opens its own to all.
+
+    Its path is short, as those of sockets have at most 107 characters."""
+    base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    path = base / f"ray-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(path, stat.S_ISDIR):  # somebody else was there first
+        path = Path(tempfile.mkdtemp(prefix="ray-", dir=base))
+    path.chmod(0o700)
+    return path / "ray"
+
+
+def protect_token() -> None:
+    """Create the token that Ray would create, or close the one that it has created, for everybody but this user."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _is_ours(path.parent, stat.S_ISDIR):
+        path.parent.chmod(0o700)
     try:
-        yield
-    finally:
-        services.ConsolePopen = before
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        if _is_ours(path, stat.S_ISREG):
+            path.chmod(0o600)
+
+
+def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    about = path.lstat()
+    return about.st_uid == os.getuid() and is_kind(about.st_mode)

@@ -2,6 +2,7 @@
 
 A forked process imports nothing, which is most of what a new one takes seconds for. The process that waits has neither
 threads of Python nor a device in use, as a fork would not survive them; the worker that it belongs to has many threads.
+It also keeps a fork of itself for them, from which they let their loader processes be forked.
 """
 
 import contextlib
@@ -21,16 +22,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from eagleray.base import fork_server
+
 BEAT = 1.0  # seconds between two signs of life of a forked process
+HANGING = 45.0  # seconds without one after which it counts as dead
 PATIENCE = 10.0  # seconds that the process that waits has to end
 IMPORT = 600.0  # seconds that it has to import everything, which a cold disk of a network makes slow
 ANSWER = 30.0  # seconds that it has to fork, once it has done so before
-ALIVE, ENDED = "alive", "ended"  # what a forked process says, and what is said of it
+ALIVE, ENDED = "alive", "ended"  # said by a forked process, and said of it
 NAME = "eagleray-rank"  # `ps` and `top` show forked ranks under this name
 Said = tuple[Any, ...]  # a word, and what belongs to it
 
 
-class Line:
+class WorkerLine:
     """The end of a pipe that a forked process has; the worker that it trains for has the other one.
 
     A thread gives a sign of life every second. When the worker has gone, it kills this process and those below it."""
@@ -71,8 +75,8 @@ class Spare:
     """The process that waits, as its worker sees it, and the one process at a time that is forked from it."""
 
     def __init__(self, target: str) -> None:
-        """`target` is the function that forked processes call, as `module:function`. It is given the process's Line,
-        and what `fork` is given."""
+        """`target` is the function that forked processes call, as `module:function`. It is given the process's
+        WorkerLine, and what `fork` is given."""
         self.connection, theirs = multiprocessing.Pipe()
         end = theirs.fileno()
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({end}, {target!r})"
@@ -173,7 +177,7 @@ def serve(descriptor: int, target: str) -> NoReturn:
         if awake in ready:
             os.read(awake, 4096)
             if process and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _kill(process)  # what is below it, such as loader processes, which hold its locks
+                _kill(process)  # its children may hold its locks
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 process = 0
                 with contextlib.suppress(OSError):
@@ -184,12 +188,13 @@ def serve(descriptor: int, target: str) -> NoReturn:
                 line = reduction.recv_handle(worker)
             except (EOFError, OSError):
                 _kill(process)
-                with contextlib.suppress(ChildProcessError):
-                    os.wait()
+                if process:
+                    os.waitpid(process, 0)
                 os._exit(0)
+            fork_server.start_here()
             process = os.fork() or _run(function, asked, line, [worker.fileno(), awake, wake])
             os.close(line)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it does the same, whoever is first
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does the same, and may be first
                 os.setpgid(process, process)
             worker.send(process)
 
@@ -212,7 +217,7 @@ def _run(function: Callable[..., Any], asked: bytes, line: int, close: list[int]
             os.close(descriptor)
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(NAME)
-        function(Line(Connection(line)), *pickle.loads(asked))
+        function(WorkerLine(Connection(line)), *pickle.loads(asked))
         status = 0
     except BaseException:
         traceback.print_exc()

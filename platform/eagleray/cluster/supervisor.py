@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as td
 
@@ -18,13 +18,14 @@ from eagleray.base.errors import Outage, Preempted, Superseded, UserError
 from eagleray.cluster.failure import TIMES, count, fail, failure_of
 from eagleray.cluster.prometheus import Gauges
 from eagleray.cluster.resize import asked_to_save, note_saved
-from eagleray.cluster.spares import ENDED, Spare
+from eagleray.cluster.spares import ENDED, HANGING, Spare
 from eagleray.runs import layout
 
 log = logging.getLogger(__name__)
-PROCESS = "eagleray.cluster.rank_process:train"  # what is forked; imported in the process that waits alone
+PROCESS = (
+    "eagleray.cluster.rank_process:train"  # the function that forked processes run; only the waiting process imports it
+)
 LOOK = 0.2  # seconds between two looks at the store, at most
-HANGING = 45.0  # seconds without a sign of life after which a process counts as dead
 NOTICE = 1.0  # seconds that a process has to end by itself when another rank has died
 LEAVE = 10.0  # seconds that a process has to end when all are done, or when it was killed
 BRIEF = 20.0  # seconds below which an attempt is one of several in vain, perhaps
@@ -36,34 +37,18 @@ DONE, PREEMPTED, SUPERSEDED, FAILED = "done", "preempted", "superseded", "failed
 WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
 
-class Worker(Protocol):
-    """Stands between a supervisor and the worker that it runs in."""
-
-    def warned(self) -> bool:
-        """Return whether the run has to save, as a machine is taken away or added."""
-
-    def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Export a record of the run's numbers."""
-
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Keep why no new attempt can mend the run."""
-
-    def count(self, failure: dict[str, Any]) -> bool:
-        """Count an error that has ended an attempt, and keep it if it came back too often. Returns whether it did."""
-
-
 class Ending(NamedTuple):
     """Says how this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
 
     word: str
     value: Any = None
-    failure: dict[str, Any] | None = None  # what is kept of an error if the run fails by it
+    failure: dict[str, Any] | None = None  # the record of an error, kept if the run fails by it
 
 
 class Supervisor:
     """Makes attempts to train a rank until one ends the run."""
 
-    def __init__(self, spare: Spare, store: td.Store, rank: int, size: int, worker: Worker) -> None:
+    def __init__(self, spare: Spare, store: td.Store, rank: int, size: int, worker: "RayWorker") -> None:
         self.spare, self.store, self.rank, self.size, self.worker = spare, store, rank, size, worker
 
     def run(self, *arguments: Any) -> Any:
@@ -162,7 +147,9 @@ class Following:
         elif word == FAIL:
             self.worker.fail(values[0])
             self.store.set(FAIL, str(self.rank))
-        elif word in (DONE, PREEMPTED, SUPERSEDED, FAILED) and self.kill_at > 0:  # it comes too late otherwise
+        elif (
+            word in (DONE, PREEMPTED, SUPERSEDED, FAILED) and self.kill_at > 0
+        ):  # a message after the kill comes too late
             self.last = Ending(word, *values)
             if word == DONE:
                 self.store.add(self._key("done"), 1)
@@ -221,24 +208,28 @@ class Following:
 class RayWorker:
     """A worker of Ray Train: what a supervisor asks it for, it asks Ray."""
 
-    def __init__(self, out: str, command: str, method: str) -> None:
-        self.out, self.command, self.method = out, command, method
+    def __init__(self, out: str, command: str, method: str, user: str) -> None:
+        self.out, self.command, self.method, self.user = out, command, method, user
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
+        """Return whether the run has to save, as a machine is taken away or added."""
         # `ray.train.get_preemption_info` would wait for all workers, one of which may have no process at the moment.
         from ray.train.v2._internal.execution.context import get_train_context
 
         return get_train_context().preemption_context.preemption_info is not None or asked_to_save()
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        self.gauges = self.gauges or Gauges(self.out.rpartition("/")[2], self.method, steps)
+        """Export a record of the run's numbers."""
+        self.gauges = self.gauges or Gauges(self.out, self.method, self.user, steps)
         self.gauges.update(record)
 
     def fail(self, failure: dict[str, Any]) -> None:
+        """Keep why no new attempt can mend the run."""
         fail(self.out, self.command, failure)
 
     def count(self, failure: dict[str, Any]) -> bool:
+        """Count an error that has ended an attempt, and keep it if it came back too often. Returns whether it did."""
         try:
             times = count(self.out, self.command)
         except (UserError, Outage, OSError) as e:
@@ -266,13 +257,13 @@ def supervise(given: dict[str, Any]) -> Any:
     out, command = given["recipe"]["out"] or "", given["command"]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    if rank == 0:  # it alone asks where the run is kept
+    if rank == 0:  # one rank asks the store for all
         store.set("failed before", str(int(failure_of(out, command) is not None)))
     if store.get("failed before") == b"1":
         return None
     spare = Spare(PROCESS)
     try:
-        worker = RayWorker(out, command, given["recipe"]["method"]["name"])
+        worker = RayWorker(out, command, given["recipe"]["method"]["name"], given["tracking"].user)
         device, cpus = get_device(), given["cpus"]
         if is_accelerator(device):
             own = ray.get_runtime_context().get_node_id()

@@ -5,18 +5,33 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from eagleray.cluster.session import machines
+
 LOOK = 5.0  # seconds between two looks
 SOON = 15.0  # seconds in which workers start where there is room
 AGAIN = 300.0  # seconds after which the line is printed again
-START = "waiting for "  # how the line begins; `eagleray jobs` looks for it
+START = "waiting for "  # `eagleray jobs` recognises the line by its beginning
+OTHERS = ", but Ray keeps them for runs that asked before"
 Say = Callable[[str], None]
 
 
 class Waiting:
     """Looks whether the workers of a run have got their resources, and prints a line while they have not."""
 
-    def __init__(self, ray: Any, least: int, most: int, each: Mapping[str, float], say: Say) -> None:
-        """`each` is what a worker asks for, by Ray's names of resources; `least` and `most` are numbers of workers."""
+    def __init__(
+        self,
+        ray: Any,
+        least: int,
+        most: int,
+        each: Mapping[str, float],
+        say: Say,
+        kept: Callable[[], Mapping[str, float] | None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`each` is what a worker asks for, by Ray's names of resources; `least` and `most` are numbers of workers.
+        `kept` returns what Ray keeps for the run, if the run can have no more, and `release` makes Ray keep nothing for
+        runs that are dead."""
+        self.kept, self.release = kept, release
         self.ray, self.say, self.each = ray, say, {k: v for k, v in each.items() if v}
         self.least, self.most = least, most
         self.before = set(self._groups())
@@ -38,6 +53,8 @@ class Waiting:
         if now - self.since >= SOON and (line != self.line or now - self.printed >= AGAIN):
             self.say(line)
             self.line, self.printed = line, now
+        if self.line.endswith(OTHERS):
+            self.release()
         return bool(self.line)
 
     def end(self) -> None:
@@ -56,7 +73,18 @@ class Waiting:
         nodes = sum(bool(n["Alive"]) for n in self.ray.nodes())
         kinds: list[str] = [k for k in ("CPU", "GPU") if k in self.each]
         total, free = ({k: found.get(k, 0.0) for k in kinds} for found in self._amounts())
-        return f"the cluster has {nodes} node(s) with {amounts(total)}, of which {amounts(free)} are free"
+        line = f"the cluster has {nodes} node(s) with {amounts(total)}, of which {amounts(free)} are free"
+        return line + OTHERS * self._kept_away(free)
+
+    def _fits(self) -> bool:
+        """Return whether a machine is large enough for a worker."""
+        return any(all(node.get(k, 0) >= v for k, v in self.each.items()) for node in machines(self.ray))
+
+    def _kept_away(self, free: Mapping[str, float]) -> bool:
+        """Return whether enough is free for a worker, on machines that are large enough, but kept for others."""
+        kept, each = self.kept(), self.each.items()
+        too_few = kept is not None and any(kept.get(k, 0) < self.least * v for k, v in each)
+        return too_few and all(free[k] >= v for k, v in each) and self._fits()
 
     def _amounts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return self.ray.cluster_resources(), self.ray.available_resources()
@@ -75,6 +103,12 @@ class Waiting:
             if name not in self.before
         )
 
+    def asks(self) -> bool:
+        """Return whether Ray looks for room for a group like those of this run, which would outlive who asked for it.
+        When it has room, the workers see that the run is stopped."""
+        groups = self._groups().items()
+        return any(g["state"] == "PENDING" and self._ours(g) for name, g in groups if name not in self.before)
+
     def _ours(self, group: Mapping[str, Any]) -> bool:
         bundles = list(group["bundles"].values())
         return self.least <= len(bundles) <= self.most and all(
@@ -83,7 +117,7 @@ class Waiting:
 
 
 @contextmanager
-def reserved(ray: Any, number: int, each: Mapping[str, float], say: Say) -> Iterator[Any]:
+def reserve_workers(ray: Any, number: int, each: Mapping[str, float], say: Say) -> Iterator[Any]:
     """A context with a placement group of so many workers, close together, that has its resources. While the cluster
     has no room for it, a line says so."""
     from ray.util.placement_group import placement_group, remove_placement_group

@@ -14,6 +14,7 @@ from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
 FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
+FIRST = "dino_vits16_in1k_ep100"  # what messages show where a recipe is missing
 SCHEDULES = "detection"  # a folder of pipelines/ that holds schedules of detectors, not recipes
 
 
@@ -52,6 +53,12 @@ def recipes() -> dict[str, ShippedRecipe]:
 def recipe(name: str) -> ShippedRecipe:
     """Return a shipped recipe. Raises UserError for an unknown name; the message suggests similar names."""
     if name not in recipes():
+        key = name if "=" in name else f"data.train={name}" if "/" in name or "://" in name else ""
+        if key:
+            raise UserError(
+                f"{name}: no recipe and no run; expected RECIPE first, such as `{FIRST} {key}`; `eagleray list "
+                "recipes` lists all, and `eagleray init FOLDER` writes one for images of your own"
+            )
         begins = {known[: len(name)]: known for known in reversed(names())}  # a name that is not complete
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
         near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)

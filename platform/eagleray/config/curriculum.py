@@ -19,10 +19,10 @@ from eagleray.config.view import View
 class Phase:
     """An early part of the training, in which views are smaller or have fewer patches."""
 
-    until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which it ends; rounded to whole epochs
-    # Pixels, one for each entry of `views`; none: those that the views state.
+    until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which a phase ends, in whole epochs
+    # Sizes in pixels, one for each entry of `views` and at most its `size`; none: the sizes of the views
     sizes: tuple[PositiveInt, ...] = ()
-    # Share of a view's patches, drawn anew in each step, that the blocks of a trained ViT see; momentum copies see all.
+    # Share of a view's patches, drawn anew in each step, that a trained ViT processes; momentum copies process all
     keep: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as checked
 
-from eagleray.base.errors import PluginError
+from eagleray.base.errors import PluginError, explained
 from eagleray.base.files import atomic_path, cache_folder
 from eagleray.config import register, signature
 from eagleray.config.tree import STRICT
@@ -41,7 +41,7 @@ class Plugin:
 
 
 @dataclass(frozen=True)
-class Copy:
+class PluginCopy:
     """The Python files of one copy of a plug-in, with the folder that holds them."""
 
     folder: Path  # Python imports the plug-in from here
@@ -197,14 +197,12 @@ def install(packed: Mapping[str, Sources]) -> None:
     Raises PluginError."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
-        together = Copy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
+        together = PluginCopy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
         folder = cache_folder("plugins") / together.sha256
-        try:
+        with explained(f"plugins: {folder}: cannot be written", OSError, error=PluginError):
             write(folder, together.sources)
-        except OSError as e:
-            raise PluginError(f"plugins: {folder}: cannot be written: {e.strerror or e}") from None
         for name, sources in missing.items():
-            load(name, folder, sha256=Copy(folder, sources).sha256 if sources else None)
+            load(name, folder, sha256=PluginCopy(folder, sources).sha256 if sources else None)
 
 
 def write(folder: Path, sources: Sources) -> None:
@@ -217,42 +215,42 @@ def write(folder: Path, sources: Sources) -> None:
                 part.write_bytes(data)
 
 
-def _files(name: str, folders: Iterable[Path]) -> list[Copy]:
+def _files(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
     """Return all copies of a plug-in file, at least one. Raises PluginError."""
     paths = [path for path in (Path(name), *(folder / name for folder in folders)) if path.is_file()]
-    try:
-        copies = [Copy(path.parent, {path.name: path.read_bytes()}) for path in paths]
-    except OSError as e:
-        raise PluginError(f"plugins: {name}: cannot be read: {e.strerror or e}") from None
+    with explained(f"plugins: {name}: cannot be read", OSError, error=PluginError):
+        copies = [PluginCopy(path.parent, {path.name: path.read_bytes()}) for path in paths]
     if not copies:
         raise PluginError(f"plugins: {name}: no such file in {', '.join(map(str, (Path.cwd(), *folders)))}")
     return copies
 
 
-def _packages(name: str, folders: Iterable[Path]) -> list[Copy]:
+def _packages(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
     """Return all copies of a plug-in module, at least one. Raises PluginError.
 
     A copy has every Python file of the top-level package, so that a change anywhere in it is noticed."""
     top = name.partition(".")[0]
     specs = [PathFinder.find_spec(top, [str(folder)]) for folder in (Path.cwd(), *folders)]
-    with contextlib.suppress(ImportError, ValueError):  # the name may be no module's
+    with contextlib.suppress(ImportError, ValueError):  # the name may not be that of a module
         specs.append(importlib.util.find_spec(top))
     copies = []
     for spec in specs:
         if spec and spec.submodule_search_locations:
             package = Path(next(iter(spec.submodule_search_locations)))
             found = sorted(package.rglob("*.py"))
-            copies.append(Copy(package.parent, {str(f.relative_to(package.parent)): f.read_bytes() for f in found}))
+            copies.append(
+                PluginCopy(package.parent, {str(f.relative_to(package.parent)): f.read_bytes() for f in found})
+            )
         elif spec and spec.origin and spec.origin.endswith(".py"):
             path = Path(spec.origin)
-            copies.append(Copy(path.parent, {path.name: path.read_bytes()}))
+            copies.append(PluginCopy(path.parent, {path.name: path.read_bytes()}))
     copies = [copy for copy in copies if copy.sources]
     if not copies:
         raise PluginError(f"plugins: {name}: no such file and no module of this name")
     return copies
 
 
-def _import(module_name: str, copy: Copy, name: str, *, is_file: bool) -> ModuleType:
+def _import(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> ModuleType:
     """Import a plug-in from its folder. Raises PluginError."""
     _check_name(module_name, copy, name, is_file=is_file)
     before = set(sys.modules)
@@ -276,7 +274,7 @@ def _import(module_name: str, copy: Copy, name: str, *, is_file: bool) -> Module
         raise PluginError(f"plugins: {name}: cannot be imported: {type(e).__name__}: {why}{_where(e, copy)}") from e
 
 
-def _check_name(module_name: str, copy: Copy, name: str, *, is_file: bool) -> None:
+def _check_name(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> None:
     """Check that no other module has the plug-in's name. Raises PluginError."""
     top = module_name if is_file else module_name.partition(".")[0]
     there = sys.modules.get(top)
@@ -292,7 +290,7 @@ def _prefer(folder: Path, top: str) -> None:
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # at the end of the path it hides no other module
+        sys.path.append(path)  # the end of the path hides no other module
     spec = PathFinder.find_spec(top)
     origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     if not origin or not Path(origin).resolve().is_relative_to(path):
@@ -310,7 +308,7 @@ def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
     register.forget(top, keep=keep)
 
 
-def _where(error: BaseException, copy: Copy) -> str:
+def _where(error: BaseException, copy: PluginCopy) -> str:
     """Return the file and the line of the plug-in in which an error arose."""
     lines = [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
     lines += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

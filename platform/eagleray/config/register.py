@@ -1,11 +1,11 @@
-"""Registers what a plug-in adds: a method, a view operation, a dataset source, a protocol or a callback.
+"""Decorators with which a plug-in registers its methods, view operations, dataset sources, protocols and callbacks.
 
     from eagleray import Method, register
 
     @register.method("my_method")
     class MyMethod(Method): ...
 
-A backbone needs no decorator here: timm's `register_model` makes it known by name.
+Eagleray has no decorator for backbones: recipes can use every name that timm's `register_model` has registered.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping

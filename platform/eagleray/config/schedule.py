@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The position in training. It follows from the step and the recipe alone, so checkpoints do not store it."""
+    """The position of a step in training. The step and the recipe determine it, so no checkpoint stores it."""
 
     step: int
     steps_per_epoch: int
@@ -19,20 +19,19 @@ class Progress:
 
     @property
     def draw(self) -> int:
-        """The seed of what a method draws in this step, the same on every rank.
+        """The seed for a method's random numbers in this step. Every rank has the same seed.
 
-        With a recipe's seed of 0 it is the step itself, as in the golden vectors."""
+        If the recipe's seed is 0, `draw` is the number of the step."""
         return hash((self.seed, self.step)) & 0x7FFFFFFF if self.seed else self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A linear warm-up from `warmup_from` to `value` over `warmup` epochs, and then a decay.
+    """A schedule of a value: a linear warm-up from `warmup_from` to `value` over `warmup` epochs, then a decay.
 
-    With `end`, the value falls to `end` along half a cosine, or in a straight line if `straight`. With `drops`, a list
-    of epochs, the value is divided by ten at each of these epochs. Raises ValueError when `end` and `drops` are both
-    set.
-    """
+    If `end` is set, the value moves to `end` after the warm-up, along half a cosine or, if `straight` is true, along a
+    straight line. If `drops` is set, the value is divided by ten at each of these epochs. Raises ValueError if both
+    `end` and `drops` are set."""
 
     value: float
     warmup_from: float = 0.0
@@ -51,7 +50,7 @@ class Schedule:
             raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected only one of them")
 
     def __call__(self, at: Progress) -> float:
-        ticks = 1 if self.per_epoch else at.steps_per_epoch  # how often the value changes in an epoch
+        ticks = 1 if self.per_epoch else at.steps_per_epoch  # changes of the value in an epoch
         now = max((int(at.epoch) if self.per_epoch else at.step) - self.timm, 0)
         warm = self.warmup * ticks
         if now < warm:

@@ -26,7 +26,9 @@ class Source:
     weight: str | None = None  # expression of SQL: how often an epoch reads a sample, in the mean
     exclude: str | None = None  # Parquet or CSV file with a column `key`: these samples are not read
     columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # such files
-    share: Annotated[float, Field(gt=0)] | None = None  # its part of an epoch, relative to the other sources' shares
+    share: Annotated[float, Field(gt=0)] | None = None  # part of an epoch, relative to the shares of other sources
+    image: str | None = None  # column of the images in Parquet files; by default the only one that can be meant
+    label: str | None = None  # column of the classes there, or none
 
     @property
     def selects(self) -> bool:

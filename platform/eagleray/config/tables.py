@@ -23,7 +23,7 @@ class ShippedRecipe:
     base: str | None  # the name of another recipe, which has no base itself
     keys: Mapping[str, Any]
     about: str  # one sentence
-    note: str  # what was assumed or differs, in sentences
+    note: str  # assumptions and differences, in sentences
     published: tuple[Mapping[str, Any], ...]  # metrics by name, and source, data, epochs or note
     cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty where it was not published
     ours: Mapping[str, Any]  # metrics that were measured here, untrained or note; empty where it was not run
@@ -79,13 +79,17 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
             numbers = numbers.get(value, {}) if isinstance(numbers, Mapping) else {}
         if "published" not in row:
             row = row | {"published": numbers}
-        try:
-            name = tree["name"].format(**at)
-        except (KeyError, AttributeError) as e:
-            raise RecipeError(
-                f"{path}: name: expected a pattern of the axes, such as {'_'.join(f'{{{a}}}' for a in axes)}, got {e}"
-            ) from None
+        example = "_".join(f"{{{a}}}" for a in axes)
+        name = _formatted(f"{path}: name: expected a pattern of the axes, such as {example}", tree.get("name"), at)
         yield name, row, defaults, titles
+
+
+def _formatted(expected: str, pattern: Any, values: Mapping[str, Any]) -> str:
+    """Return a pattern with values in place of its braces. Raises RecipeError with what was expected."""
+    try:
+        return str(pattern.format(**values))
+    except (KeyError, ValueError, AttributeError) as e:
+        raise RecipeError(f"{expected}, got {e}") from None
 
 
 def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> None:
@@ -123,16 +127,13 @@ def _shipped(
     path: Path, base: str | None, name: str, row: Mapping[str, Any], defaults: Mapping[str, Any], titles: Any
 ) -> ShippedRecipe:
     titles = titles or {"title": row.get("title", "")}
-    try:
-        about = str(row.get("about", "")).format(**titles)
-    except (KeyError, ValueError) as e:
-        raise RecipeError(f"{path}: about: expected a sentence with {', '.join(titles)} in braces, got {e}") from None
+    expected = f"{path}: about: expected a sentence with {', '.join(titles)} in braces"
     return ShippedRecipe(
         name=name,
         file=path,
         base=base,
         keys=own_keys(row),
-        about=about,
+        about=_formatted(expected, str(row.get("about", "")), titles),
         note=" ".join(str(row.get("note") or "").split()),
         published=tuple(published_entries(path, name, row.get("published"), defaults)),
         cost=row.get("cost") or {},

@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs
 
-from eagleray.base.errors import UserError, has_secrets
+from eagleray.base.errors import UserError, has_secrets, named
 from eagleray.config import register, signature, yaml_text
-from eagleray.config.written import validated
+from eagleray.config.yaml_text import validate_written
 
 ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -52,7 +52,7 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
     if path := yaml_text.find(tree, yaml_text.is_huge):
         raise RecipeError(f"{source}: {path}: expected a number that fits into 64 bits")
     try:
-        checked = validated(TypeAdapter[T](kind).validate_python, tree)
+        checked = validate_written(TypeAdapter[T](kind).validate_python, tree)
     except ValidationError as e:
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]} ..." for line in explain(e, kind)]
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
@@ -119,10 +119,8 @@ def read(
         if not isinstance(base, str) or (path.parent / base).resolve() in (path.resolve(), *within):
             raise RecipeError(f"{path}: base: expected the name or the file of another recipe, got {base!r}")
         if shipped and Path(base).suffix not in (".yaml", ".yml"):
-            try:
+            with named(f"{path}: base"):
                 under = shipped(base)
-            except UserError as e:
-                raise RecipeError(f"{path}: base: {e}") from None
         elif not (path.parent / base).is_file():
             hint = f"; for what is shipped write base: {Path(base).stem}" if shipped else ""
             raise RecipeError(f"{path}: base: {base}: no such file{hint}")
@@ -138,7 +136,8 @@ def override(item: str) -> dict[str, Any]:
     """Turn `a.b=value`, with a YAML value, into a nested mapping. Raises RecipeError."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.split(".")):
-        raise RecipeError(f"{item!r}: expected key=value, such as optim.batch=256")
+        likely = f"data.train={item}" if "/" in item else f"{item}=VALUE" if "." in item else "optim.batch=256"
+        raise RecipeError(f"{item!r}: expected key=value, such as {likely}")
     try:
         value = yaml_text.parse_written(text)
     except UnicodeEncodeError:
@@ -206,6 +205,8 @@ def part_of(package: str) -> Any:
     class is imported only when it is used.
     """
 
+    section = section_of(package)
+
     def checked(spec: Any) -> Part:
         if isinstance(spec, Part):
             return spec
@@ -224,7 +225,7 @@ def part_of(package: str) -> Any:
         try:
             full = model.model_validate(args)
         except ValidationError as e:
-            raise _PartError([f".{line}" for line in explain(e, model)], e) from None
+            raise _PartError([f".{line}" for line in explain(e, model, f"{section}.")], e) from None
         return Part(package, name, {key: getattr(full, key) for key in model.model_fields})
 
     def write(part: Part, info: SerializationInfo) -> dict[str, Any]:
@@ -245,9 +246,14 @@ def _arguments(package: str, name: str) -> type[BaseModel]:
     return model
 
 
+def section_of(package: str) -> str:
+    """Return the key of a recipe that selects a module of a package."""
+    return package.rpartition(".")[2].removesuffix("s")
+
+
 def plugin_parts(package: str) -> dict[str, type]:
     """Return the classes that plug-ins have registered in addition to those of the package."""
-    kind: Any = package.rpartition(".")[2].removesuffix("s")
+    kind: Any = section_of(package)
     return {name: entry.target for name, entry in register.entries(kind).items()}
 
 
@@ -281,15 +287,16 @@ def part_constant(package: str, name: str, constant: str) -> Any:
         return getattr(part(package, name), constant)
 
 
-def explain(error: ValidationError, kind: Any) -> Iterator[str]:
-    """Yield one line per wrong key: its dotted path, what was expected and what was given."""
-    for e in joined(error.errors()):
+def explain(error: ValidationError, kind: Any, section: str = "") -> Iterator[str]:
+    """Yield one line per wrong key: its dotted path, what was expected and what was given. `section` is as in
+    `nearest_key`."""
+    for e in join_alternatives(error.errors()):
         path = ".".join(str(p) for p in e["loc"])
         inner = e.get("ctx", {}).get("error")
         if isinstance(inner, _PartError):
             yield from (f"{path}{line}" for line in inner.lines)
         elif e["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            yield f"{path}: unknown key{nearest(str(e['loc'][-1]), allowed_keys(kind, e['loc'][:-1]))}"
+            yield f"{path}: unknown key{nearest_key(e['loc'], kind, section)}"
         elif e["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             yield f"{path}: missing, and it has no default"
         else:
@@ -299,7 +306,26 @@ def explain(error: ValidationError, kind: Any) -> Iterator[str]:
             yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
 
 
-def joined(errors: Sequence[Any]) -> Iterator[Any]:
+def nearest_key(loc: Sequence[Any], kind: Any, section: str = "") -> str:
+    """Return a hint for the end of an error message: the whole key that was probably meant at a path below a dataclass
+    or model, which is a `section` of the recipe, such as `method.`. A key of another section, such as `epochs` for
+    `optim.epochs`, counts too."""
+    word, beside = str(loc[-1]), allowed_keys(kind, loc[:-1])
+    if len(loc) == 1 and not section and (elsewhere := keys_named(word, kind)):
+        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+    if close := difflib.get_close_matches(word, beside, 1):
+        return f"; did you mean {section + ''.join(f'{step}.' for step in loc[:-1]) + close[0]!r}?"
+    return nearest(word, beside)
+
+
+def keys_named(word: str, kind: Any) -> list[str]:
+    """Return the keys of this name in the sections of a dataclass."""
+    sections = getattr(kind, "__dataclass_fields__", {}).values()
+    owners = [f.name for f in sections if hasattr(f.type, "__dataclass_fields__") and word in allowed_keys(f.type, ())]
+    return [f"{name}.{word}" for name in owners]
+
+
+def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
     """Yield the errors of pydantic, those of the alternatives of one key, such as a number or `auto`, as one."""
     for (_, one_of_several), group in groupby(errors, lambda e: key_of(e["loc"])):
         first, *others = group

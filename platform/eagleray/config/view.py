@@ -1,7 +1,7 @@
 """Describes a view of an image: its random crop and its photometric operations, in the order they are applied."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
@@ -63,29 +63,30 @@ class View:
     """The settings of one kind of view. A field of type Share is a probability, unless its comment says otherwise."""
 
     size: Annotated[int, Field(gt=0)] = 224  # pixels, square
-    count: Annotated[int, Field(gt=0)] = 1
-    scale: Range = (0.08, 1.0)  # share of the image area
-    ratio: Range = (3 / 4, 4 / 3)  # width over height
-    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
-    flip: Share = 0.5
+    count: Annotated[int, Field(gt=0)] = 1  # number of views with these settings
+    scale: Range = (0.08, 1.0)  # area of the random crop, as a share of the image's
+    ratio: Range = (3 / 4, 4 / 3)  # width of the crop over its height
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"  # the method by which crops are resized
+    flip: Share = 0.5  # probability of a horizontal flip
     randaugment: Policy | None = None  # timm's policy, such as rand-m9-mstd0.5-inc1; needs jitter: 0, as in timm
-    jitter: Share = 0.8
+    jitter: Share = 0.8  # probability of colour jitter, whose four operations come in random order
     strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)  # brightness, contrast, saturation, hue
-    gray: Share = 0.2
-    blur: Share = 0.0
-    sigma: Range = (0.1, 2.0)  # pixels
-    solarize: Share = 0.0  # inverts pixels of 128 and more, of 255
-    erasing: Share = 0.0  # fills a box with noise
-    recrop: Share = 0.0  # crops the crop again, with the same ranges, and resizes it bilinearly
-    sobel: Share = 0.0  # shows the edges: the size of the luminance's gradient
-    noise: Share = 0.0  # adds normal noise, of one deviation per view
-    noise_std: Range = NOISE_STD  # range of the deviation, of pixels from 0 to 1
-    rotate: Share = 0.0  # the probability of a turn by 90, 180 or 270 degrees
-    cutout: Share = 0.0  # fills a square with ImageNet's mean colour
-    cutout_area: Area = CUTOUT  # range of the square's area, as a share of the view's
-    apply: Applied = None  # only these of APPLIED, in this order; None: all of them
-    same_crop: bool = False  # the crop of the view before, which has the same ranges
-    # Operations of plug-ins on the uint8 crop, in this order, before everything that runs on the device.
+    gray: Share = 0.2  # probability of grayscale
+    blur: Share = 0.0  # probability of Gaussian blur
+    sigma: Range = (0.1, 2.0)  # range of the blur's standard deviation in pixels
+    solarize: Share = 0.0  # probability of solarisation, which inverts pixels of 128 and more, of 255
+    erasing: Share = 0.0  # probability that noise fills a box of 2 to 33 % of the area, after normalisation
+    recrop: Share = 0.0  # probability that the crop is cropped again, with the same ranges, and resized bilinearly
+    sobel: Share = 0.0  # probability of Sobel's filter, which shows the edges: the size of the luminance's gradient
+    noise: Share = 0.0  # probability of Gaussian noise, with one standard deviation per view
+    noise_std: Range = NOISE_STD  # range of the noise's standard deviation, for pixels from 0 to 1
+    rotate: Share = 0.0  # probability of a turn by 90, 180 or 270 degrees
+    cutout: Share = 0.0  # probability that ImageNet's mean colour fills a square
+    cutout_area: Area = CUTOUT  # area of the square, as a share of the view's
+    # Only these, in this order, of recrop, jitter, gray, blur, solarize, sobel, noise, rotate, cutout, flip; None: all
+    apply: Applied = None
+    same_crop: bool = False  # use the crop of the previous view, which has the same ranges
+    # Operations of plug-ins on the uint8 crop, in this order, before everything that runs on the device
     operations: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,6 +101,11 @@ class View:
         for name in self.apply or ():
             if not getattr(self, name):
                 raise ValueError(f"apply lists {name}, whose probability is 0; expected {name} above 0")
+
+    @property
+    def moving(self) -> dict[str, Any]:
+        """The keys with which this view moves pixels after its crop, and their values."""
+        return {key: value for key in MOVING if (value := getattr(self, key))}
 
 
 def check_views(views: tuple[View, ...]) -> tuple[View, ...]:

@@ -20,11 +20,10 @@ from eagleray.base.numbers_given import whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
-from eagleray.curation.hashes import LENGTH, hash_tables, read_hashes, signs
-from eagleray.curation.near_copies import Likeness, near_copies
+from eagleray.curation.near_copies import LENGTH, Likeness, hash_tables, near_copies, read_hashes, signs
 from eagleray.data.columns import MEASURED
 from eagleray.data.digests import shard_digests
-from eagleray.data.index import Index, open_index
+from eagleray.data.index import Index, open_shown
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.evaluation.embeddings import open_embedding, read_features
@@ -73,7 +72,7 @@ def cluster(
 
     Raises UserError when that is none of this data, when numbers contradict each other, and when `out` has another
     table; Outage when a store does not answer."""
-    index = open_index(url, note=note)
+    index = open_shown(url, note=note)
     embedding = open_embedding(features, index)
     levels = clusters or default_levels(len(index))
     check(levels, len(index))

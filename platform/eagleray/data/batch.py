@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a global batch that one of W ranks trains on: B images in V views, in the order of the recipe's
+    """The part of a global batch that one of W ranks trains on: B images in V views, in the order of the recipe's
     views."""
 
     views: list[Tensor]  # V x (B, 3, H, W), normalised

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.base.errors import UserError
+from eagleray.base.devices import one_thread
+from eagleray.base.errors import UserError, explained
 from eagleray.config.view import View
 from eagleray.data.blocks import THREADS
 from eagleray.data.decode import BadImage, decode
@@ -106,9 +107,7 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
     """Return the measured stages, and the mean longer side of the images in pixels."""
     stream = small_stream(index)
     files: list[bytes] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         raw = time_stage("store", math.inf, block_work(index, seconds))
         block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
         lead = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
@@ -120,8 +119,6 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
         processes = min(cores, PROCESSES, stream.lanes)
         steps = loader_work(stream, processes, read.bytes / read.images)
         stages = [raw, read, *core, time_stage("loader", seconds, steps, least=lead, processes=processes)]
-    finally:
-        torch.set_num_threads(threads)
     return stages, float(np.mean([max(image.shape) for _, image in images]))
 
 
@@ -165,13 +162,11 @@ def block_work(index: Index, seconds: float) -> Iterator[Work]:
 
 def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
     """Read the bytes of every image as a reader does, and append the first images to `files`."""
-    try:
+    with explained(f"{stream.index.shards[0].url}: an image cannot be used", BadImage):
         for _, data in stream.samples(range(stream.lanes), start=0):
             if len(files) < IMAGES:
                 files.append(bytes(data))
             yield 1, len(data)
-    except BadImage as e:
-        raise UserError(f"{stream.index.shards[0].url}: an image cannot be used: {e}") from None
 
 
 def decode_all(files: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:

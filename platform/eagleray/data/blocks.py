@@ -3,7 +3,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from eagleray.data.checksum import crc32
 from eagleray.data.costs import BadImage
-from eagleray.data.index import Index, byte_range
+from eagleray.data.index import Index
+from eagleray.data.kinds import TAR, byte_range, kind_of
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
@@ -89,7 +90,12 @@ class Block:
         first = int(samples[0])
         rows, mine = fetcher.index.rows(first, int(samples[-1]) + 1), samples - first
         offset, size = rows.offset[mine], rows.size[mine]
-        self.pieces = pieces(samples, offset, size) if fetcher.selects else [slice(0, len(samples))]
+        kind = kind_of(rows.blob)
+        if fetcher.selects and kind.apart:
+            self.pieces = [slice(row, row + 1) for row in range(len(samples))]
+        else:
+            between = fetcher.selects and not kind.whole
+            self.pieces = pieces(samples, offset, size) if between else [slice(0, len(samples))]
         at = packed(self.pieces, offset, size) if fetcher.selects else offset
         self.spans = list(zip(at.tolist(), size.tolist(), rows.crc[mine].tolist(), strict=True))
         self.labels = rows.label[mine].tolist()
@@ -142,7 +148,7 @@ def pieces(samples: NDArray[np.int64], offset: NDArray[np.int64], size: NDArray[
 
 
 def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each image (n,) lies in the bytes of all pieces, one after the other."""
+    """Return where each image (n,) begins once the bytes of all `parts`, as of `pieces`, are joined end to end."""
     at, end = np.empty_like(offset), 0
     for part in parts:
         at[part] = offset[part] - offset[part.start] + end
@@ -159,8 +165,8 @@ class Fetcher:
     def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE, selects: bool = False) -> None:
         self.index, self.cache, self.patience, self.selects = index, cache, patience, selects
         self.pool = Pool(THREADS)
-        if selects:
-            self.hands = Pool(PIECES)
+        asks_often = selects or any(kind_of(blob) is not TAR for blob in index.shards)
+        self.hands = Pool(PIECES) if asks_often else None
 
     def read_block(self, first: int, last: int) -> _Bytes:
         """Return the samples `first` to `last` (excluded) of a block, or the whole block if there is a cache. A tar is
@@ -172,21 +178,30 @@ class Fetcher:
     def read_piece(self, first: int, last: int) -> memoryview:
         """Return the bytes from the first to the last of the samples `first` to `last` (excluded) of a block."""
         if not self.cache:
-            return self.index.read(first, last, patience=self.patience)
+            return self._read(first, last)
         rows = self.index.rows(first, last)
-        return self.cache.get(
-            rows.blob, *byte_range(rows), lambda: self.index.read(first, last, patience=self.patience)
-        )
+        return self.cache.get(rows.blob, *byte_range(rows), lambda: self._read(first, last))
 
     def read_pieces(self, ends: Sequence[tuple[int, int]]) -> memoryview:
         """Return the bytes of several pieces, one after the other, several read at a time."""
-        parts = [self.hands.submit(functools.partial(self.read_piece, *each)) for each in ends]
-        return memoryview(b"".join(part.result() for part in parts))
+        return memoryview(b"".join(self._each(lambda each: self.read_piece(*each), ends)))
+
+    def _read(self, first: int, last: int) -> memoryview:
+        # With `selects`, one of the hands reads this, and must not wait for others.
+        each = map if self.selects else self._each
+        return self.index.read(first, last, patience=self.patience, each=each)
+
+    def _each(self, function: Callable[[Any], T], things: Iterable[Any]) -> Iterator[T]:
+        """Map a function over things, with as many calls at a time as there are hands."""
+        if not self.hands:
+            return map(function, things)
+        calls = [self.hands.submit(functools.partial(function, thing)) for thing in things]
+        return (call.result() for call in calls)
 
     def close(self) -> None:
         """Cancel the waiting requests."""
         self.pool.close()
-        if self.selects:
+        if self.hands:
             self.hands.close()
 
     def _block(self, sample: int) -> tuple[int, int]:
@@ -200,4 +215,4 @@ class Fetcher:
         if self.cache:
             rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))
-        return self.index.read(sample, sample + 1, patience=self.patience)
+        return self._read(sample, sample + 1)

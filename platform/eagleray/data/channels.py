@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import ImageOps
 
 from eagleray.data.costs import BadImage
-from eagleray.data.pixels import open_image, reason
+from eagleray.data.pixels import decoding, open_image
 from eagleray.data.tiff import MAGIC, read_tiff
 from eagleray.views.colours import colours
 
@@ -46,12 +46,8 @@ def levels(values: NDArray[Any], channels: "Sequence[Channel]") -> NDArray[np.ui
 def read_channels(data: bytes | memoryview, channels: int | None = None) -> NDArray[Any]:
     """Return the values (H, W, N) of an image as they are in its file. Raises BadImage, also where N is not the number
     of `channels`."""
-    try:
+    with decoding():
         return read_values(data, channels)
-    except BadImage:
-        raise
-    except Exception as e:  # decoders raise whatever they like on broken input
-        raise BadImage(reason(e)) from None
 
 
 def read_values(data: bytes | memoryview, channels: int | None = None) -> NDArray[Any]:

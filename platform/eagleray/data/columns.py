@@ -19,7 +19,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.config.source import Source
 from eagleray.data import sample_table
 from eagleray.data.digests import same_samples
@@ -27,9 +27,8 @@ from eagleray.data.expressions import WHY, evaluate
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, tables_beside
 from eagleray.data.selection import Selection, check_weights
-from eagleray.storage.braces import expand_braces
-from eagleray.storage.literal import SPECIAL
 from eagleray.storage.store import absolute, store, what_is
+from eagleray.storage.url_patterns import SPECIAL, expand_braces
 
 log = logging.getLogger(__name__)
 KEY = "data.train"
@@ -212,10 +211,8 @@ class Table:
         keys, or some of them twice, and when its files have other columns than each other."""
         self.url = url
         read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
-        try:
+        with explained(f"{url}: its files have other columns", pa.ArrowException):
             self.table = pa.concat_tables([table for table, _ in read], promote_options="permissive")
-        except pa.ArrowException as e:
-            raise UserError(f"{url}: its files have other columns: {' '.join(str(e).split())[:200]}") from None
         if "key" not in self.table.column_names:
             raise UserError(f"{url}: has no column key; it has {', '.join(read[0][1])}")
         self.by_shard = "shard" in self.table.column_names
@@ -316,14 +313,12 @@ def files_of(url: str) -> list[str]:
 def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
     """Return a table with those of its columns that are wanted, and the names of all. Raises UserError."""
     data = io.BytesIO(read_file(url))
-    try:
+    with explained(f"{url}: cannot be read", pa.ArrowException, OSError):
         if not url.lower().endswith(".parquet"):
             table = _read_csv(data)
             return table.select([c for c in table.column_names if c in wanted]), table.column_names
         names = pq.read_schema(data).names
         return pq.read_table(data, columns=[c for c in names if c in wanted]), names
-    except (pa.ArrowException, OSError) as e:
-        raise UserError(f"{url}: cannot be read: {' '.join(str(e).split())[:200]}") from None
 
 
 def _read_csv(data: io.BytesIO) -> pa.Table:
@@ -334,7 +329,5 @@ def _read_csv(data: io.BytesIO) -> pa.Table:
 
 def read_file(url: str) -> bytes:
     """Return the content of a table. Raises UserError when there is none."""
-    try:
+    with explained(f"{url}: no such table", FileNotFoundError, why=False):
         return store(url).get(url)
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such table") from None

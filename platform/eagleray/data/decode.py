@@ -1,19 +1,25 @@
-"""Decodes image files, JPEG with torchvision and all other formats with PIL, by content and not by file name.
+"""Decodes image files, JPEG with simplejpeg and all other formats with PIL, by content and not by file name.
 
-Where torchvision has no decoder of JPEG any more, simplejpeg gives the same pixels.
+torchvision decodes a JPEG that simplejpeg finds something wrong with, and all where simplejpeg is missing. Where
+torchvision has no decoder any more, PIL does. The pixels are the same.
 """
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from eagleray.data.channels import decode_channels
-from eagleray.data.costs import JPEG, BadImage, check_jpeg, is_frame, jpeg_segments
-from eagleray.data.pixels import open_upright, reason
+from eagleray.data.costs import JPEG, BadImage, check_jpeg, is_frame, jpeg_segments  # noqa: F401  what `decode` raises
+from eagleray.data.pixels import decoding, open_upright
+
+try:
+    import simplejpeg
+except ImportError:  # the environment of a model in MLflow lacks it
+    simplejpeg = None
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -29,35 +35,27 @@ EXIF, ORIENTATION = b"Exif\0\0", 0x112
 def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tensor:
     """Decode an image file into an upright uint8 RGB tensor (3, H, W), or with N `channels` into their levels
     (N, H, W). Raises BadImage."""
-    try:
+    with decoding():
         if channels:
+            from eagleray.data.channels import decode_channels
+
             return torch.from_numpy(decode_channels(data, channels))
         return _jpeg(data) if data[:2] == JPEG else _other(data)
-    except BadImage:
-        raise
-    except Exception as e:  # decoders raise whatever they like on broken input
-        raise BadImage(reason(e)) from None
 
 
 def _jpeg(data: bytes | memoryview) -> Tensor:
     if check_jpeg(data)[2] == 4:  # only PIL decodes Adobe's inverted CMYK
         return _other(data)
+    if simplejpeg:
+        with suppress(ValueError):  # others only warn about such a file, and take or refuse it
+            pixels = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB"))
+            return upright(pixels.permute(2, 0, 1), orientation(data))
     if decode_jpeg is None:
-        return _of_simplejpeg(data)
+        return _other(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
         view = torch.frombuffer(data, dtype=torch.uint8)
     return decode_jpeg(view, ImageReadMode.RGB, apply_exif_orientation=True)
-
-
-def _of_simplejpeg(data: bytes | memoryview) -> Tensor:
-    import simplejpeg
-
-    try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:  # others only warn about such a file; PIL takes or refuses it
-        return _other(data)
-    return upright(torch.from_numpy(pixels).permute(2, 0, 1), orientation(data)).contiguous()
 
 
 def _other(data: bytes | memoryview) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decodes an image and crops its views; a large JPEG on request at a half, a quarter or an eighth of its size.
+"""Decodes an image and places its crops; on request decodes a large JPEG at 1/2, 1/4 or 1/8 of its size.
 
 A JPEG is stored in blocks of 8 x 8 pixels, of which a decoder can compute 4 x 4, 2 x 2 or 1 at once. That takes a
 fraction of the time, and where every crop is reduced further the views hardly differ.
@@ -17,7 +17,6 @@ from eagleray.config.channels import Channel
 from eagleray.data.costs import JPEG, check_jpeg, jpeg_size
 from eagleray.data.decode import decode, orientation, upright
 from eagleray.views import sampling
-from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 Boxes = NDArray[np.int64]  # (V, 4) top, left, height and width in pixels
@@ -33,17 +32,15 @@ def check_scaled(channels: Sequence[Channel]) -> None:
         raise UserError("decode=scaled: needs the package simplejpeg, which is not installed; use decode=full")
 
 
-def decode_crops(
+def decode_boxes(
     data: bytes | memoryview,
     views: Views,
     u: NDArray[np.float64],
-    out: Sequence[Tensor],
     *,
     scaled: bool = False,
     channels: Sequence[Channel] = (),
 ) -> tuple[Tensor, Boxes]:
-    """Decode an image and write each view's crop, which the numbers `u` (V, WIDTH) place, into `out`, V x (3, S, S), or
-    V x (N, S, S) with N `channels`. Return the decoded image (3, H, W) and the crops' boxes in its pixels.
+    """Return the decoded image (3, H, W), or (N, H, W) with N `channels`, and the boxes of its crops in its pixels.
 
     With `scaled` a JPEG is decoded at a half, a quarter or an eighth of its size where all its crops are at least so
     many times as large as their views. Raises BadImage."""
@@ -55,7 +52,6 @@ def decode_crops(
     if found is None:
         image = decode(data, channels)
         found = image, boxes(*image.shape[1:])
-    crop(found[0], found[1], views.views, out)
     return found
 
 

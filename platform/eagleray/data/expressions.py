@@ -6,9 +6,9 @@ An expression has a limit of time and of memory, as those of SQL can go on witho
 
 import functools
 import json
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
+from eagleray.base.threads import begin
 from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
 
@@ -111,33 +112,22 @@ def first_line(error: Exception) -> str:
 def within_limits(connection: Any, sql: str, name: str) -> pa.Table:
     """Return the result of a statement. Raises UserError, beginning with `name`, when it takes more than LIMIT seconds
     or MEMORY bytes, and what DuckDB raises."""
-    found: list[pa.Table | Exception] = []
-
-    def work() -> None:
-        try:
-            found.append(connection.sql(sql).to_arrow_table())
-        except Exception as e:
-            found.append(e)
-
-    # In a thread, which cannot keep this one from going on: DuckDB looks only between two blocks of rows whether it
-    # was interrupted, and does not count all of its memory.
-    thread = threading.Thread(target=work, name="expression", daemon=True)
     memory, began = psutil.Process(), time.monotonic()
     before, over = memory.memory_info().rss, ""
-    thread.start()
-    while not over and thread.is_alive():
-        thread.join(LOOK)
+    # In a thread, which cannot keep this one from going on: DuckDB looks only between two blocks of rows whether it
+    # was interrupted, and does not count all of its memory.
+    found = begin(lambda: connection.sql(sql).to_arrow_table(), "expression")
+    while not over and not found.done():
+        wait([found], LOOK)
         if time.monotonic() - began > LIMIT:
             over = f"takes more than {LIMIT:g} s"
         elif memory.memory_info().rss - before > MEMORY:
             over = f"takes more than {MEMORY / 2**30:g} GiB of memory"
     if over:
         connection.interrupt()
-        thread.join(GRACE)
+        wait([found], GRACE)
         raise UserError(f"{name}: {over}, the limit of an expression over all samples")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    return found.result()
 
 
 def one_expression(connection: Any, expression: str, name: str) -> Any:

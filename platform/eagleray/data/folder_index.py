@@ -1,59 +1,154 @@
-"""Opens the index of a local folder of images, in which these are one shard."""
+"""Opens the index of a folder of images, here or in a store, in which its parts are shards."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from eagleray.base.errors import UserError
 from eagleray.data import image_folder, index_file
-from eagleray.data.index_file import NAME, File, Spare, load_both, name
-from eagleray.data.index_schema import Shard
-from eagleray.data.stamps import Stamp, Verified, short
-from eagleray.data.unchanged import check_images, images_tag, remember_images
+from eagleray.data.file_names import from_text, readable, to_text
+from eagleray.data.image_folder import Images
+from eagleray.data.image_list import ImageList, Read, image_list
+from eagleray.data.index_file import NAME, File, Note, ShardFiles, Spare, Tick, load_both
+from eagleray.data.index_schema import SCHEMA, VERSION
+from eagleray.data.stamps import Verified, short
+from eagleray.data.unchanged import images_tag
+from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
-Note = Callable[[str], None]
-Tick = Callable[[int, int], None]  # shards or images done, and in all
+Scan = Callable[[Iterable[Images]], Iterable[tuple[Images, list[Read]]]]
+MUCH = 2**30  # bytes, which take so long to read that it is said
 
 
-def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None) -> tuple[Blob, File]:
-    """Return a folder of images as one shard, with the index file that has its rows.
+def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None, scan_all: Scan) -> ShardFiles:
+    """Return the parts of a folder of images as shards, each with the index file that has its rows.
 
     New images are indexed. Raises UserError when an indexed image is gone or has changed.
     """
     beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
-    listing = image_folder.list_images(folder)
-    blob, stamp = image_folder.blob_of(folder, listing), listing.stamp
-    known = load_both(beside, aside, again)
-    old, file = None, known.get(name(blob))
-    if file and not again and not _is_known(file.entry(name(blob)), folder, stamp):
-        old = file.rows(name(blob))
-        if what := image_folder.difference(old, listing):
-            raise UserError(f"{folder}/{what} since it was indexed; `eagleray index {folder}` accepts that")
-        check_images(folder, listing, old)
-        if len(old) == len(listing.sizes):
-            tag = file.entry(name(blob)).tag
-            Verified(folder).add([short(stamp, tag)])
-            with contextlib.suppress(UserError):  # this machine remembers
-                index_file.save([(replace(blob, tag=tag), old)], [u for u in (beside, aside) if u], {name(blob): stamp})
-                known = load_both(beside, aside, again)
-    if again or file is None or (old is not None and len(old) < len(listing.sizes)):
-        others = f"; not read: {listing.unread()}" if listing.others else ""
-        note(f"indexing {len(listing.sizes)} images of {folder}{others}")
-        rows = image_folder.scan_folder(folder, listing, old)
-        total = len(listing.sizes)
-        table = index_file.table_of(row for n, row in enumerate(rows, 1) if tick is None or tick(n, total) is None)
-        remember_images(folder, listing, table)
-        tagged = replace(blob, tag=images_tag(table))
-        index_file.save([(tagged, table)], [u for u in (beside, aside) if u], {name(blob): stamp})
-        known = load_both(beside, aside, again)
-    file = known[name(blob)]
-    shard = file.entry(name(blob))
-    if shard.size != blob.size or shard.usable + shard.bad != len(listing.sizes):
-        raise file.damaged(f"{shard.usable + shard.bad} images of {shard.size} bytes")
-    return replace(blob, tag=shard.tag), file
+    places = [place for place in (beside, aside) if place]
+    with image_list(folder, note) as images:
+        image_folder.list_images(folder, images, note)
+        known = _parts(folder, load_both(beside, aside, again))
+        if not again and known and not _is_known(folder, images, known):
+            for blob, file in known:
+                images.know(_rows(file, index_file.name(blob)))
+            if found := images.difference():
+                raise _changed(folder, found[0], "is gone" if found[1] else "has changed")
+            _check_doubtful(folder, images, scan_all, note)
+            with contextlib.nullcontext() if images.has_new else contextlib.suppress(UserError):  # it is remembered
+                known = _index(folder, images, places, scan_all, note, tick, again)
+        elif again or not known:
+            known = _index(folder, images, places, scan_all, note, tick, again)
+        sizes = sum(blob.size for blob, _ in known)
+        count = sum(entry.usable + entry.bad for entry in _entries(known))
+        if (count, sizes) != (images.count, images.bytes):
+            raise known[0][1].damaged(f"{count} images of {sizes} bytes")
+        return known
 
 
-def _is_known(entry: Shard, folder: str, stamp: Stamp) -> bool:
-    """Return whether all images are those of the index, by their times alone."""
-    return stamp.fits(entry.stamp) or short(stamp, entry.tag) in Verified(folder)
+def _parts(folder: str, known: Mapping[str, File]) -> ShardFiles:
+    """Return what an index says of the parts of a folder."""
+    names = sorted(filter(image_folder.is_part, known))
+    entries = [known[name].entry(name) for name in names]
+    return [(Blob(f"{folder}/{entry.name}", entry.size, entry.tag), known[entry.name]) for entry in entries]
+
+
+def _entries(known: ShardFiles) -> Iterator[Any]:
+    return (file.entry(index_file.name(blob)) for blob, file in known)
+
+
+def _is_known(folder: str, images: ImageList, known: ShardFiles) -> bool:
+    """Return whether all images are those of the index, by their stamps alone."""
+    return images.stamp.fits(next(_entries(known)).stamp) or (
+        store.folder_of(folder) is not None
+        and short(images.stamp, *(blob.tag for blob, _ in known)) in Verified(folder)
+    )
+
+
+def _rows(file: File, name: str) -> Iterator[Read]:
+    table = file.rows(name)
+    versions = table[VERSION.name].to_pylist() if VERSION.name in table.column_names else itertools.repeat(None)
+    columns = [table[column].to_pylist() for column in ("key", "size", "crc", "reason")]
+    for key, size, crc, reason, version in zip(*columns, versions, strict=False):
+        yield Read(from_text(key), size, version, crc, reason)
+
+
+def _changed(folder: str, path: str, how: str) -> UserError:
+    return UserError(f"{folder}/{readable(path)}: {how} since it was indexed; `eagleray index {folder}` accepts that")
+
+
+def _check_doubtful(folder: str, images: ImageList, scan_all: Scan, note: Note) -> None:
+    """Read those images again whose times or versions are not those at which they were found to be as in the index.
+    Raises UserError, which names the first that has changed."""
+    here = store.folder_of(folder) is not None
+    verified = Verified(folder if here else None)
+
+    def units() -> Iterator[Images]:
+        for some in images.doubtful():
+            if mine := tuple(image for image in some if not (here and _mark_of(image) in verified)):
+                yield Images(folder, mine)
+
+    total = sum(image.size for unit in units() for image in unit.images) if not here else 0
+    if total > MUCH:
+        note(f"reading {total >> 20:,} MiB of {folder} again: these images have other versions than those indexed")
+    for unit, read in scan_all(units()):
+        for before, now in zip(unit.images, read, strict=True):
+            if now.crc != before.crc:
+                raise _changed(folder, before.path, "has changed")
+
+
+def _mark_of(image: Read) -> int:
+    return short(image.path, image.size, image.crc, image.version)
+
+
+def _index(
+    folder: str, images: ImageList, places: list[str], scan_all: Scan, note: Note, tick: Tick | None, again: bool
+) -> ShardFiles:
+    """Read the images of which no checksum is known, and write the index anew."""
+    if images.has_new:
+        others = f"; not read: {image_folder.said(images.others)}" if images.others else ""
+        note(f"indexing {images.count} images of {folder}{others}")
+    done = images.count - images.left
+    for _, read in scan_all(Images(folder, tuple(some)) for some in images.unread()):
+        images.keep(read)
+        done += len(read)
+        if tick:
+            tick(done, images.count)
+    labels, here = image_folder.class_labels(images.top_folders()), store.folder_of(folder) is not None
+    names, tags, marks = image_folder.part_names(images.part_count), list[str](), set[int]()
+
+    def tables() -> Iterator[tuple[Blob, pa.Table]]:
+        for name, rows in zip(names, images.parts(), strict=True):
+            table = _table(rows, labels, here)
+            tags.append(images_tag(table))
+            marks.update(_mark_of(row) for row in rows if here and row.crc is not None)
+            yield Blob(f"{folder}/{name}", sum(row.size for row in rows), tags[-1]), table
+
+    try:
+        index_file.save(tables(), places, {names[0]: images.stamp})
+    finally:  # this machine remembers even if no index can be written
+        if here:
+            Verified(folder).add(marks | {short(images.stamp, *tags)})
+    return _parts(folder, load_both(places[0], places[1] if places[1:] else None, again))
+
+
+def _table(rows: list[Read], labels: Mapping[str, int], here: bool) -> pa.Table:
+    """Return the rows of a part, whose usable images follow each other."""
+    usable = np.array([row.reason is None for row in rows], dtype=bool)
+    sizes = np.array([row.size for row in rows], dtype=np.int64)
+    columns: dict[str, Any] = {
+        "key": [to_text(row.path) for row in rows],
+        "offset": np.where(usable, np.cumsum(sizes * usable) - sizes, -1),
+        "size": sizes,
+        "label": [labels.get(row.path.partition("/")[0], -1) for row in rows],
+        "crc": [row.crc for row in rows],
+        "reason": [row.reason and readable(row.reason) for row in rows],
+    }
+    arrays = {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}
+    arrays |= {"extension": pa.nulls(len(rows), pa.string())}
+    return pa.table(arrays | ({} if here else {VERSION.name: pa.array([row.version for row in rows], VERSION.type)}))

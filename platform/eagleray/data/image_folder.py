@@ -1,48 +1,42 @@
-"""Indexes and reads a local folder of images as if all its files, one after the other, were one shard.
+"""Lists and reads a folder of images, here or in a store, as if its files, one after the other, were one shard.
 
 The files are ordered by a hash of their paths. Neighbours are read together, and in the order of names most neighbours
-would be of one class.
+would be of one class. Many are divided into parts, by that order, so that nobody has all rows in memory.
 """
 
-import hashlib
+import itertools
 import os
+import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.data.checksum import crc32
 from eagleray.data.file_names import from_text, readable
+from eagleray.data.image_list import Found, ImageList, Read
 from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
-from eagleray.data.stamps import Stamp, settle, stamp_of_all
-from eagleray.data.tar_scan import LARGEST, READ, Row
+from eagleray.data.stamps import Stamp, settle, short
+from eagleray.data.tar_scan import LARGEST, READ
 from eagleray.storage import store
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.local_files import files_below
 from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.range_file import PATIENCE as LONG
+from eagleray.storage.retry import PATIENCE
 from eagleray.storage.shard_names import is_shard
+from eagleray.storage.wide_walk import WHOLE, Disordered, Names, wide_walk
 
-NAME = "."  # the folder's own name as a shard of its index
+NAME = "."  # the folder's own name as a shard of its index; those of its parts begin with it
+PARTS = re.compile(r"\.[0-9]*")
+INDEX = "index.parquet"
+SHARD = ".tar shards"  # the kind that shards beside images are counted as
+SURROGATE = re.compile("[\ud800-\udfff]")  # a name that has one cannot be written as UTF-8
 KINDS = 5  # extensions of unread files that are named
-
-
-class Listing(NamedTuple):
-    """The images in a folder and in all folders below it."""
-
-    sizes: dict[str, int]  # bytes, by relative path, in reading order
-    stamps: dict[str, Stamp]
-    others: Counter[str]  # files that are not read, by extension with its dot; hidden ones are not counted
-
-    @property
-    def stamp(self) -> Stamp:
-        """Return what tells that an image was written, comes or goes."""
-        return stamp_of_all((f"{size} {path}", self.stamps[path]) for path, size in self.sizes.items())
-
-    def unread(self) -> str:
-        """Say how many files are not read, by extension; an empty string if there are none."""
-        return said(self.others)
+PAGE = 1000  # files that are looked at together, as many as S3 lists at once
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def said(others: Counter[str]) -> str:
@@ -61,118 +55,200 @@ def _named(kind: str) -> str:
     return f"{kind} ({NO_HEIC})" if kind[1:] in HEIC_EXTENSIONS else kind
 
 
+def is_part(name: str) -> bool:
+    """Return whether a shard of this name is a folder of images, or a part of one."""
+    return PARTS.fullmatch(name) is not None
+
+
+def part_names(count: int) -> list[str]:
+    """Return the names of the parts that a folder is divided into, in their order."""
+    return [NAME] if count == 1 else [f"{NAME}{number:06d}" for number in range(count)]
+
+
 def is_folder_blob(blob: Blob) -> bool:
-    return blob.url.endswith(f"/{NAME}")
+    """Return whether a shard is a folder of images."""
+    return is_part(blob.url.rpartition("/")[2])
 
 
 def address(blob: Blob) -> str:
     """Return the address that messages show for a shard: its URL or, for a folder of images, the folder."""
-    return blob.url.removesuffix(f"/{NAME}")
+    return store.parent(blob.url) if is_folder_blob(blob) else blob.url
+
+
+def whole(blob: Blob) -> Blob:
+    """Return the shard that stands for all parts of a folder of images; any other shard for itself."""
+    return Blob(f"{address(blob)}/{NAME}", 0) if is_folder_blob(blob) else blob
 
 
 def holds_images(folder: str) -> bool:
-    """Return whether this is a local folder with images in it or below it, and without tars."""
+    """Return whether this is a folder with images in it or below it, and without tars. Of the files directly in a
+    folder of a store no more than the first page is looked at where one of these is an image."""
     root = store.folder_of(folder)
-    if root is None or not root.is_dir():
+    if root is None:
+        return store.store(folder).lists and _holds_images_there(folder)
+    if not root.is_dir():
         return False
     if any(is_shard(entry.name) and not entry.is_dir() for entry in os.scandir(root)):
         return False
-    return any(_is_image(path) for path in files_below(root, hidden=False))
+    return any(images_below(root))
 
 
-def list_images(folder: str) -> Listing:
-    """List the images in a folder and in all folders below it. Raises UserError when a folder cannot be listed."""
-    root, sizes, others, stamps = store.local_path(folder), {}, Counter[str](), dict[str, Stamp]()
-    for path in files_below(root, hidden=False):
-        if not _is_image(path):
-            if path != "index.parquet":
-                others[extension(path)] += 1
-            continue
-        try:
-            status = os.stat(root / path)
-            sizes[path], stamps[path] = status.st_size, Stamp.of(status)
-        except OSError:  # a broken link, or a file that went away meanwhile
-            others["gone or a broken link"] += 1
-    settle(stamps.values())
-    return Listing({path: sizes[path] for path in sorted(sizes, key=_order)}, stamps, others)
+def images_below(root: Path) -> Iterator[str]:
+    """Yield the relative paths of the images in a local folder and below it, in no order."""
+    return filter(_is_image, files_below(root, hidden=False))
 
 
-def blob_of(folder: str, listing: Listing) -> Blob:
-    """Describe a folder of images as one shard, without a tag."""
-    return Blob(f"{folder}/{NAME}", sum(listing.sizes.values()))
+def _holds_images_there(folder: str) -> bool:
+    storage, root, found = store.store(folder), f"{folder}/", False
+    for number, blob in enumerate(storage.each(root)):
+        if found and number >= PAGE:
+            break
+        if is_shard(blob.url):
+            return False
+        found = found or _is_ours(blob.url.removeprefix(root))
+    return found or any(_is_ours(blob.url.removeprefix(root)) for blob in storage.walk(root))
 
 
-def difference(table: pa.Table, listing: Listing) -> str:
-    """Describe the first indexed file that is gone or has another size; an empty string if there is none.
+def list_images(folder: str, images: ImageList, note: Callable[[str], None] = lambda _: None) -> None:
+    """List the images in a folder and in all folders below it. A listing of a store that was killed goes on; `note` is
+    told of a long one.
 
-    Files that are not in the index are ignored.
-    """
-    for path, size in _sizes(table).items():
-        if path not in listing.sizes:
-            return f"{readable(path)}: is gone"
-        if listing.sizes[path] != size:
-            return f"{readable(path)}: has changed"
-    return ""
-
-
-def scan_folder(folder: str, listing: Listing, known: pa.Table | None) -> Iterator[Row]:
-    """Yield a row for every image of a folder.
-
-    Every image is read once for its checksum, unless the table `known` has its checksum already.
-    """
-    labels = class_labels(listing.sizes)
-    rows = {from_text(row["key"]): row for row in known.to_pylist()} if known is not None else {}
-    end = 0
-    for path, (crc, reason) in ordered_map(
-        lambda path: (path, _known(rows.get(path)) or _checksum(folder, path, listing.sizes[path])), listing.sizes
-    ):
-        size, label = listing.sizes[path], labels.get(path.partition("/")[0], -1)
-        yield Row(path, -1 if reason else end, size, label, crc, reason)
-        end += 0 if reason else size
+    Raises UserError when a folder cannot be listed, and when there are shards directly in one of a store."""
+    if store.folder_of(folder):
+        _list_here(folder, images)
+    else:
+        _list_there(folder, images, note)
+    images.end()
 
 
-def class_labels(paths: Mapping[str, int]) -> dict[str, int]:
-    """Return a class number for each folder directly below the listed one.
+def _list_here(folder: str, images: ImageList) -> None:
+    root, newest = store.local_path(folder), Stamp(0, 0, 0)
+    images.begin(resume=False)
+    paths = files_below(root, hidden=False)
+    while some := list(itertools.islice(paths, PAGE)):
+        found, others = list[Found](), list[str]()
+        for path in some:
+            if not _is_image(path):
+                others += [extension(path)] * (path != INDEX)
+                continue
+            try:
+                status = os.stat(root / path)
+                found.append(Found(path, status.st_size, Stamp.of(status)))
+                newest = max(newest, found[-1].stamp, key=lambda stamp: stamp.changed)
+            except OSError:  # a broken link, or a file that went away meanwhile
+                others.append("gone or a broken link")
+        images.add(found, others, [WHOLE])
+    images.add((), (), ())
+    settle([newest])
+
+
+def _list_there(folder: str, images: ImageList, note: Callable[[str], None]) -> None:
+    root = f"{folder}/"
+    other = "this store does not list files in the order of their names, which images need; shards do not"
+    with explained(f"{folder}: {other}: `eagleray shard {folder} DST`", Disordered, why=False):
+        _list_spans(root, images, images.begin(resume=store.store(folder).seeks), note)
+    if shards := images.others[SHARD]:
+        raise UserError(f"{folder}: there are images and {shards} .tar shards; {folder}/*.tar names the shards")
+
+
+def _list_spans(root: str, images: ImageList, left: Sequence[Names], note: Callable[[str], None]) -> None:
+    count, began, wait = 0, time.monotonic(), 2.0  # seconds until the next line, which grow by half
+    for blobs, rest in wide_walk(root, left):
+        count, seconds = count + len(blobs), time.monotonic() - began
+        if seconds > wait:
+            note(f"listing {root}: {count:,} files so far, {count / seconds:,.0f} files/s")
+            wait = 1.5 * seconds
+        found, others = list[Found](), list[str]()
+        for blob in blobs:
+            path = blob.url.removeprefix(root)
+            if _is_ours(path):
+                found.append(Found(path, blob.size, Stamp(*[short(blob.tag)] * 3)))
+            elif is_shard(path) and "/" not in path:
+                others.append(SHARD)
+            elif not _is_hidden(path) and path != INDEX:
+                others.append(extension(path))
+        images.add(found, others, rest)
+
+
+class Images(NamedTuple):
+    """Some images of a folder, which are read to index them."""
+
+    url: str  # the folder
+    images: tuple[Read, ...]
+
+    def read(self) -> list[Read]:
+        """Return them with their checksums, or with why they cannot be used. Only a part of a file is in memory at a
+        time. Raises UserError and Outage for what a store refuses."""
+        return list(ordered_map(self._read, self.images))
+
+    def _read(self, image: Read) -> Read:
+        crc, reason = _checksum(self.url, image.path, image.size)
+        return image._replace(crc=crc, reason=reason)
+
+
+def class_labels(tops: Iterable[str]) -> dict[str, int]:
+    """Return a class number for each folder directly below the listed one, of which an empty name stands for itself.
 
     Nothing is returned if there is only one such folder, or if an image lies in none of them.
     """
-    tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
-    return {top: number for number, top in enumerate(sorted(tops))} if "" not in tops and len(tops) > 1 else {}
+    names = sorted(tops)
+    return {top: number for number, top in enumerate(names)} if "" not in names and len(names) > 1 else {}
 
 
-def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float) -> memoryview:
-    """Return the bytes of some files, one after the other; `paths` are texts of an index.
+def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float, each: Each) -> memoryview:
+    """Return the bytes of some files, one after the other; `paths` are texts of an index, and `each` maps a function
+    over them, with several calls at once.
 
     A file that is gone or has become too short is filled with zeros. Their checksum is wrong, so the file counts as a
     broken sample and does not stop the run.
     """
-    data, at = new_buffer(sum(sizes)), 0
-    for path, size in zip(map(from_text, paths), sizes, strict=True):
-        url = f"{folder}/{path}"
+    data = new_buffer(sum(sizes))
+    places = zip(map(from_text, paths), itertools.accumulate(sizes, initial=0), sizes, strict=False)
+
+    def read(place: tuple[str, int, int]) -> None:
+        path, at, size = place
         if ".." in path.split("/") or "\0" in path:  # an index of a stranger
             raise UserError(f"{folder}: its index has an image outside of the folder: {readable(path)}")
         try:
-            data[at : at + size] = store.store(url).read(url, 0, size, patience=patience)
-        except UserError:
+            data[at : at + size] = _bytes(f"{folder}/{path}", 0, size, size, patience)
+        except Unusable:
             data[at : at + size] = bytes(size)
-        at += size
+
+    for _ in each(read, places) if len(paths) > 1 else map(read, places):
+        pass
     return data
+
+
+class Unusable(Exception):
+    """The reason why a file cannot be read, which is no fault of the store that it is in."""
+
+
+def _bytes(url: str, at: int, length: int, size: int, patience: float) -> memoryview:
+    """Read a part of a file of `size` bytes. Raises Unusable, and UserError and Outage for what a store refuses."""
+    try:
+        return store.store(url).read(url, at, length, patience=patience)
+    except UserError as e:
+        if not store.is_remote(url):
+            raise Unusable(str(e).removeprefix(f"{url}: ")) from None
+        there = [blob for blob in store.store(url).list(url, patience=patience) if blob.url == url]
+        if there and there[0].size == size:
+            raise
+        raise Unusable("is gone" if not there else f"has changed: {there[0].size} bytes, not {size}") from None
 
 
 def _is_image(path: str) -> bool:
     return path.rpartition("/")[2].rpartition(".")[2].lower() in image_extensions()
 
 
-def _order(path: str) -> tuple[bytes, str]:
-    return hashlib.md5(path.encode(errors="surrogateescape"), usedforsecurity=False).digest(), path
+def _is_hidden(path: str) -> bool:
+    """Return whether a file is left out without a word: one with a hidden name above it, or what stands for a folder in
+    a store."""
+    return path.startswith(".") or "/." in path or path.endswith("/")
 
 
-def _sizes(table: pa.Table) -> dict[str, int]:
-    return dict(zip(map(from_text, table["key"].to_pylist()), table["size"].to_pylist(), strict=True))
-
-
-def _known(row: Mapping[str, int] | None) -> tuple[int, None] | None:
-    return (row["crc"], None) if row and row["reason"] is None else None
+def _is_ours(path: str) -> bool:
+    """Return whether a file of a store is an image whose name can be kept."""
+    return not _is_hidden(path) and _is_image(path) and "\0" not in path and not SURROGATE.search(path)
 
 
 def _checksum(folder: str, path: str, size: int) -> tuple[int | None, str | None]:
@@ -181,10 +257,10 @@ def _checksum(folder: str, path: str, size: int) -> tuple[int | None, str | None
         return None, "the image has no bytes"
     if size > LARGEST:
         return None, f"the image has {size} bytes, more than {LARGEST}"
-    url, crc = f"{folder}/{path}", 0
+    crc, patience = 0, LONG if store.is_remote(folder) else PATIENCE
     try:
         for at in range(0, size, READ):
-            crc = crc32(store.store(folder).read(url, at, min(READ, size - at)), crc)
+            crc = crc32(_bytes(f"{folder}/{path}", at, min(READ, size - at), size, patience), crc)
         return crc, None
-    except UserError as e:
-        return None, str(e).removeprefix(f"{url}: ")
+    except Unusable as e:
+        return None, str(e)

@@ -5,9 +5,8 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,46 +17,42 @@ from eagleray.config.channels import Channels
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
-from eagleray.data.folder_index import Note, Tick, open_folder
+from eagleray.data.image_folder import Each, Images
+from eagleray.data.image_list import Read
 from eagleray.data.index_faults import lines_of_passed, unusable
-from eagleray.data.index_file import NAME, SCHEMA, File, Spare, Tables, load_both, name
+from eagleray.data.index_file import NAME, SCHEMA, File, Note, ShardFiles, Spare, Tables, Tick, load_both, name
+from eagleray.data.kinds import Means, Rows, as_before, check_columns, chosen, kind_of
 from eagleray.data.quarantine import BadSample, broken
 from eagleray.data.stamps import Stamp
 from eagleray.data.stamps import stamps as stamps_of
-from eagleray.data.tar_scan import scan
 from eagleray.data.unchanged import content_tag, remember, tagged
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
-from eagleray.storage.retry import PATIENCE
-from eagleray.storage.store import Pattern
+from eagleray.storage.ordered_map import ordered_map
+from eagleray.storage.retry import PATIENCE, answering
+from eagleray.storage.shard_names import is_parquet
+from eagleray.storage.url_patterns import Pattern
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
-ScanAll = Callable[[Sequence[Blob]], Iterable[tuple[Blob, pa.Table]]]  # reads tars, in any order
+ScanAll = Callable[[Iterable[Any]], Iterable[tuple[Any, Any]]]  # does as `scan_shard` with each, in any order
 THREADS = 8  # shards that are read at a time
+UNITS = 2  # groups of images that are read at a time, each with several requests
 
 
-def scan_shard(blob: Blob) -> tuple[Blob, pa.Table]:
-    """Read a whole tar, and return the rows of its samples with it; with a tag if it is a local one."""
+def scan_shard(blob: Blob | Images) -> tuple[Blob, pa.Table] | tuple[Images, list[Read]]:
+    """Read a whole shard, and return the rows of its samples with it; with a tag if it is a local one. Of some images
+    of a folder return what was read of them."""
+    if isinstance(blob, Images):
+        return blob, blob.read()
     blob = replace(blob, tag=content_tag(blob)) if store.folder_of(blob.url) else blob
-    passed = Counter[str]()
-    return blob, index_file.table_of(scan(blob, passed), passed)
+    return blob, kind_of(blob).scan(blob)
 
 
-def scan_here(blobs: Sequence[Blob]) -> Iterator[tuple[Blob, pa.Table]]:
-    """Yield tars with their rows, in any order, several read at a time."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        yield from pool.map(scan_shard, blobs)
-
-
-class Rows(NamedTuple):
-    """n neighbouring samples of one shard."""
-
-    blob: Blob
-    offset: NDArray[np.int64]  # (n,)
-    size: NDArray[np.int64]  # (n,)
-    label: NDArray[np.int64]  # (n,)
-    crc: NDArray[np.uint32]  # (n,)
+def scan_here(blobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield shards with their rows, several read at a time, or some images of a folder with what was read of them."""
+    for kind, some in itertools.groupby(blobs, key=type):
+        yield from ordered_map(scan_shard, some, width=UNITS if kind is Images else THREADS)
 
 
 @functools.lru_cache(maxsize=CACHED_SHARDS)
@@ -87,6 +82,9 @@ class Index:
     labelled: bool
     channels: Channels = ()  # the channels of its decoded images; empty: red, green and blue
 
+    def __reduce__(self) -> Any:
+        return Index, tuple(getattr(self, f.name) for f in fields(self))  # not the columns that have been read
+
     def __len__(self) -> int:
         return int(self.first[-1])
 
@@ -100,10 +98,20 @@ class Index:
         """Return the number of readings of each shard (S,) in an epoch."""
         return np.array([source.repeat for source in self.sources])
 
+    @property
+    def packed(self) -> int:
+        """The number of shards that are files, and no part of a folder of images."""
+        return sum(not image_folder.is_folder_blob(blob) for blob in self.shards)
+
     def column(self, shard: int, names: Sequence[str]) -> pa.Table:
         """Return columns of the usable samples of a shard."""
         usable = int(self.first[shard + 1] - self.first[shard])
         return self.files[shard].read(self._group(shard), names).slice(0, usable)
+
+    def classes(self, shard: int) -> list[str] | None:
+        """Return the names of the classes that a Parquet file has, maybe none; None for another shard."""
+        known = self.files[shard].shards[self._group(shard)].parquet
+        return known["classes"] if known else None
 
     def _shard_of(self, sample: int) -> int:
         """Return the position in `shards` of a sample's shard."""
@@ -116,18 +124,15 @@ class Index:
         numbers = _numbers(self.files[s], self._group(s))
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
-    def read(self, first: int, last: int, *, patience: float = PATIENCE) -> memoryview:
-        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard.
+    def read(self, first: int, last: int, *, patience: float = PATIENCE, each: Each = ordered_map) -> memoryview:
+        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard. What takes several
+        requests is read by a map over `each` of them.
 
         The bytes go from the start of the first image to the end of the last one. Raises UserError and Outage.
         """
-        rows = self.rows(first, last)
-        if image_folder.is_folder_blob(rows.blob):
-            s = self._shard_of(first)
-            paths = _keys(self.files[s], self._group(s)).slice(first - self.first[s], last - first).to_pylist()
-            return image_folder.read_files(image_folder.address(rows.blob), paths, rows.size.tolist(), patience)
-        begin, end = byte_range(rows)
-        return store.store(rows.blob.url).read(rows.blob.url, begin, end - begin, tag=rows.blob.tag, patience=patience)
+        rows, s = self.rows(first, last), self._shard_of(first)
+        shard = self.files[s].shards[self._group(s)]
+        return kind_of(rows.blob).read(rows, Means(shard, lambda: self.keys(first, last), patience, each))
 
     def key(self, sample: int) -> str:
         """Return the WebDataset key of a sample, for a person: what is not UTF-8 or not printable is escaped."""
@@ -182,11 +187,6 @@ class Index:
         return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
 
-def byte_range(rows: Rows) -> tuple[int, int]:
-    """Return where the first image begins and the last image ends, in bytes from the start of the shard."""
-    return int(rows.offset[0]), int(rows.offset[-1] + rows.size[-1])
-
-
 def open_index(
     urls: Urls,
     spare: Spare = None,
@@ -195,15 +195,16 @@ def open_index(
     patience: float = PATIENCE,
     scan_all: ScanAll = scan_here,
     channels: Channels = (),
+    tick: Tick | None = None,
 ) -> Index:
-    """Open the index of some shards or of local folders of images, which are decoded as these `channels`.
+    """Open the index of some shards or folders of images, which are decoded as these `channels`.
 
-    Shards and folders without an index are indexed first, which `note` is called to report. The index file is stored
-    beside the shards or, where nothing can be written there, in `spare`. `scan_all` reads the tars. Raises UserError
-    when an indexed shard has changed or is missing, and when there is no usable image at all.
+    Shards and folders without an index are indexed first, which `note` is called to report and `tick` to count. The
+    index file is stored beside the shards or, where nothing can be written there, in `spare`. `scan_all` reads them.
+    Raises UserError when an indexed shard has changed or is missing, and when there is no usable image at all.
     """
     listed = list_data(urls, patience)
-    known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, scan_all=scan_all)))
+    known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, tick=tick, scan_all=scan_all)))
     sources = listed.sources_of()
     blobs = sorted(known, key=lambda b: b.url)
     files = [known[b] for b in blobs]
@@ -216,13 +217,21 @@ def open_index(
     return Index(
         shards=blobs,
         files=files,
-        sources=[sources[b.url] for b in blobs],
+        sources=[sources[image_folder.whole(b).url] for b in blobs],
         first=np.r_[0, np.cumsum([s.usable for s in shards])].astype(np.int64),
         starts=np.r_[0, np.cumsum(sizes)].astype(np.int64),
         bad=bad,
         labelled=any(s.labelled for s in shards),
         channels=channels,
     )
+
+
+def open_shown(urls: Urls, spare: Spare = None, **more: Any) -> Index:
+    """As `open_index`, for a command: what is indexed is counted with a rate and the time left."""
+    from eagleray.base.progress import counting  # it imports rich, which ranks do without
+
+    with counting("indexing", "files") as tick:
+        return open_index(urls, spare, tick=tick, **more)
 
 
 def write_index(
@@ -235,7 +244,7 @@ def write_index(
     out = []
     for known in _folders(list_data(urls), None, note=note, again=True, tick=tick, scan_all=scan_all):
         mine = [f.entry(name(b)) for b, f in known]
-        place = f"{store.parent(known[0][0].url)}/{NAME}"
+        place = index_file.beside(known[0][0])
         bad = sum(broken(unusable(b, f)) for b, f in known)
         out.append((place, sum(s.usable for s in mine), bad))
     return out
@@ -244,7 +253,8 @@ def write_index(
 def save(folder: str, shards: Tables) -> str:
     """Write the index of a folder from one table of SCHEMA per shard, and return its URL. Local shards have their
     `content_tag`."""
-    known = [(b if store.folder_of(b.url) else _with_tag(b), table) for b, table in shards]
+    given = sorted(shards, key=lambda shard: shard[0].url)
+    known = [(b if store.folder_of(b.url) else _with_tag(b), table) for b, table in given]
     stamps = _stamps(folder, [b for b, _ in known])
     # No times are in it: the same images make the same bytes.
     remember(folder, ((b, stamps[name(b)]) for b, _ in known if stamps))
@@ -253,7 +263,7 @@ def save(folder: str, shards: Tables) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The tars and the local folders of images that some URLs select, with one listing of every folder."""
+    """The tars and the folders of images that some URLs select, with one listing of every folder of tars."""
 
     sources: list[Source]
     patterns: list[list[Pattern]]  # the patterns of each source
@@ -291,15 +301,15 @@ def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
     sources = [Source(url=u) if isinstance(u, str) else u for u in given]
     if not sources:
         raise UserError("no shards are given")
-    patterns = [list(store.patterns(s.url, patience)) for s in sources]
-    wholes = dict.fromkeys(p.folder for ps in patterns for p in ps if not p.name)
-    folders = [folder for folder in wholes if image_folder.holds_images(folder)]
+    with answering(patience):
+        patterns = [list(store.patterns(s.url, patience)) for s in sources]
+        wholes = dict.fromkeys(p.folder for ps in patterns for p in ps if not p.name)
+        folders = [folder for folder in wholes if image_folder.holds_images(folder)]
     unread = dict[str, str]()
     tars = store.select([p for ps in patterns for p in ps if p.name or p.folder not in folders], patience, unread)
+    for source, of_source in zip(sources, patterns, strict=True):
+        tars |= {p: chosen(tars[p], source) for p in of_source if p in tars}
     return Listing(sources, patterns, folders, tars, unread)
-
-
-ShardFiles = list[tuple[Blob, File]]
 
 
 def _folders(
@@ -308,18 +318,19 @@ def _folders(
     """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
     indexed."""
     for folder in listed.folders:
-        yield [open_folder(folder, spare, note=note, again=again, tick=tick)]
+        from eagleray.data.folder_index import open_folder
+
+        yield open_folder(folder, spare, note=note, again=again, tick=tick, scan_all=scan_all)
     for folder, tars in listed.unread.items():
         note(f"{folder}: not read: {tars}")
     globs = [p for p in listed.tars if p.is_glob]  # shards that are named are there
-    by_folder = sorted(listed.blobs, key=lambda b: store.parent(b.url))
-    for folder, group in itertools.groupby(by_folder, key=lambda b: store.parent(b.url)):
+    for beside, group in itertools.groupby(sorted(listed.blobs, key=index_file.beside), key=index_file.beside):
         mine = list(group)
-        beside = f"{folder}/{NAME}"
-        aside = index_file.aside(folder, spare)
+        folder, of_parquet = store.parent(mine[0].url), is_parquet(mine[0].url, ".")
+        aside = index_file.aside(beside if of_parquet else folder, spare)
         known = load_both(beside, aside, again)
         names = {name(b) for b in mine}
-        gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n) for p in globs)}
+        gone = {n for n in known.keys() - names if any(p.folder == folder and p.matches(n, of_parquet) for p in globs)}
         if gone and not again:
             raise UserError(
                 f"{folder}/{min(gone)}: is indexed, but no longer exists; `eagleray index {folder}` accepts that"
@@ -329,6 +340,7 @@ def _folders(
             mine, read = tagged(mine, {} if again else known, stamps, folder, note)
         else:
             mine, read = list(map(_with_tag, mine)), False
+        mine = as_before(mine, {} if again else known)
         new = [b for b in mine if again or not _is_indexed(b, known)]
         if new or gone:
             note(f"indexing {len(new)} shards of {folder}")
@@ -338,7 +350,7 @@ def _folders(
             others, changed = known.keys() - names - gone, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].rows(n)) for n in others)
             same = ((b, known[name(b)].rows(name(b))) for b in mine if b not in changed)
-            rows = itertools.chain(kept, same, scanned)
+            rows = sorted(itertools.chain(kept, same, scanned), key=lambda row: row[0].url)
             before = {n: known[n].entry(n).stamp for n in others}
             with contextlib.nullcontext() if new or gone else contextlib.suppress(UserError):  # this machine remembers
                 index_file.save(rows, [u for u in (beside, aside) if u], before | stamps)
@@ -367,6 +379,7 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
     """Return whether a shard is indexed. Raises UserError when the shard has changed since it was indexed."""
     if name(blob) not in known:
         return False
+    check_columns(blob, known[name(blob)].entry(name(blob)))
     old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))
     # A shard that was indexed in another store has another kind of tag; that of a local one is as in its index.
     comparable = store.folder_of(blob.url) or old.tag.partition(":")[0] == blob.tag.partition(":")[0]

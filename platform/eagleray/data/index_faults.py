@@ -80,7 +80,7 @@ def faults_of(url: str) -> Faults:
 
 
 def unusable(blob: Blob, file: File) -> Iterator[BadSample]:
-    """Yield the samples of a shard that cannot be used."""
+    """Yield the unusable samples of a shard, each with its reason."""
     group = file.groups[name(blob)]
     rows = file.read(group, ["key", "offset", "reason"]).slice(file.shards[group].usable)
     address = image_folder.address(blob)

@@ -5,12 +5,13 @@ of a shard are read only when they are needed.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,29 @@ from numpy.typing import NDArray
 from eagleray.base.errors import UserError
 from eagleray.base.files import cache_folder, file_lock, write_atomic
 from eagleray.data.file_names import readable, to_text
-from eagleray.data.index_schema import BLOCK, SCHEMA, STORED, TEXTS, Shard, check_rows, check_shards, largest_rows
+from eagleray.data.index_schema import (
+    BLOCK,
+    SCHEMA,
+    STORED,
+    TEXTS,
+    VERSION,
+    Shard,
+    check_rows,
+    check_shards,
+    largest_rows,
+)
 from eagleray.data.parquet_pages import largest_page
 from eagleray.data.tar_scan import PASSED_OVER, UNLABELLED, UNREAD, Row
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
+from eagleray.storage.shard_names import PARQUET as SUFFIX
+from eagleray.storage.shard_names import is_shard
 
 NAME = "index.parquet"
+PARQUET_NAME = "_eagleray.index"  # beside Parquet files, as their readers would take another one for data
+PARQUET = "parquet"  # a key of a table's metadata: what `Shard.parquet` is
+BLOCKS = "blocks"  # a key of a table's metadata: the usable samples of each block, where they are not cut by bytes
 PASSED = "passed"  # a key of metadata: how many members are passed over, by kind, of a table or by shard
 LARGEST_PAGE = 2**24  # bytes in memory; a writer begins a new page after 2^20
 MOST_AT_ONCE = 2**28  # bytes of rows that are read together, however the texts are stored
@@ -39,6 +55,9 @@ PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "D
 
 
 Tables = Iterable[tuple[Blob, pa.Table]]
+ShardFiles = list[tuple[Blob, "File"]]
+Note = Callable[[str], None]
+Tick = Callable[[int, int], None]  # shards or images done, and in all
 Spare = Path | str | None  # a folder or a URL for indexes beside whose shards nothing can be written
 ASIDE = "index-"  # the beginning of their names
 
@@ -75,7 +94,8 @@ class File:
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
             self.passed = _counts(self._file.metadata.metadata)
-            self._names = [*SCHEMA.names, *["extension"] * ("extension" in self._file.schema_arrow.names)]
+            more = ("extension", VERSION.name)
+            self._names = [*SCHEMA.names, *(n for n in more if n in self._file.schema_arrow.names)]
         except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as e:
             raise ValueError(" ".join(str(e).split())[:300]) from None
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
@@ -93,8 +113,12 @@ class File:
         try:
             with self._lock:
                 rows = self._read(group, columns or self._names)
-            table = _with_passed(rows, self.passed.get(self.shards[group].name, Counter()))
-            check_rows(table, self.shards[group])
+            shard = self.shards[group]
+            table = _with_passed(rows, self.passed.get(shard.name, Counter()))
+            check_rows(table, shard)
+            if shard.parquet:
+                said = {BLOCKS: json.dumps(shard.blocks), PARQUET: json.dumps(shard.parquet)}
+                table = table.replace_schema_metadata((table.schema.metadata or {}) | said)
         except (pa.ArrowException, ValueError, OSError) as e:
             raise self.damaged(f"{self.shards[group].name}: {' '.join(str(e).split())[:300]}") from None
         return table
@@ -143,6 +167,11 @@ def _counts(metadata: dict[bytes, bytes]) -> dict[str, Counter[str]]:
     return {name: Counter({k: n for k, n in passed.items() if k in PASSED_OVER}) for name, passed in counts.items()}
 
 
+def _plain(entry: Shard) -> dict[str, Any]:
+    """Return an entry as plain values; only those of Parquet files say where pages are."""
+    return {key: value for key, value in asdict(entry).items() if key != "parquet" or value is not None}
+
+
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
     """Divide the samples of one shard (n,) into blocks of about BLOCK bytes, and return the samples of each block."""
     if not len(offset):
@@ -154,6 +183,16 @@ def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
 def name(blob: Blob) -> str:
     """Return the file name of a shard."""
     return blob.url.rpartition("/")[2]
+
+
+def beside(blob: Blob) -> str:
+    """Return the place for the index of the folder that a shard is in. That of a data set of the Hub is in this
+    machine's cache, as nothing can be written there, and its commit never changes."""
+    folder = store.parent(blob.url)
+    if folder.startswith("hf://"):
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
+        return str(cache_folder("index") / f"hf-{digest}{'-tars' * is_shard(blob.url, '.')}.index")
+    return f"{folder}/{PARQUET_NAME if name(blob).lower().endswith(SUFFIX) else NAME}"
 
 
 def aside(folder: str, spare: Spare) -> str | None:
@@ -242,13 +281,17 @@ def save(shards: Tables, urls: Sequence[str], stamps: Mapping[str, Sequence[int]
 
 
 def write(shards: Tables, path: Path, stamps: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Write an index with a row group for each shard, in the order of their URLs."""
+    """Write an index with a row group for each shard, which come in the order of their URLs and are not kept."""
     entries, passed = list[Shard](), {}
+    shards = iter(shards)
+    first = next(shards, None)
+    stored = STORED.append(VERSION) if first and VERSION.name in first[1].column_names else STORED
     options: Any = {"compression": "zstd", "write_statistics": False}
     options |= {"use_dictionary": ["label", "reason", "extension"], "column_encoding": PACKED}
-    with pq.ParquetWriter(path, STORED, **options) as writer:
-        for blob, table in sorted(shards, key=lambda s: s[0].url):
-            if count := (table.schema.metadata or {}).get(PASSED.encode()):
+    with pq.ParquetWriter(path, stored, **options) as writer:
+        for blob, table in itertools.chain([first] if first else [], shards):
+            said = table.schema.metadata or {}
+            if count := said.get(PASSED.encode()):
                 passed[name(blob)] = json.loads(count)
             table = table.replace_schema_metadata(None)
             if "extension" not in table.column_names:
@@ -264,9 +307,10 @@ def write(shards: Tables, path: Path, stamps: Mapping[str, Sequence[int]] | None
                     len(usable),
                     len(bad),
                     bool((label >= 0).any()),
-                    blocks(offset, size),
+                    json.loads(said[BLOCKS.encode()]) if BLOCKS.encode() in said else blocks(offset, size),
                     list((stamps or {}).get(name(blob), ())),
+                    json.loads(said[PARQUET.encode()]) if PARQUET.encode() in said else None,
                 )
             )
             writer.write_table(pa.concat_tables([usable, bad]).combine_chunks(), row_group_size=max(len(table), 1))
-        writer.add_key_value_metadata({"shards": json.dumps([asdict(e) for e in entries]), PASSED: json.dumps(passed)})
+        writer.add_key_value_metadata({"shards": json.dumps([_plain(e) for e in entries]), PASSED: json.dumps(passed)})

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from eagleray.data.image_folder import is_part
 from eagleray.data.tar_headers import BLOCK as HEADER
 from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.tar_scan import LARGEST
@@ -26,9 +28,11 @@ SCHEMA = pa.schema(
     ]
 )
 STORED = SCHEMA.append(pa.field("extension", pa.string()))  # and of the image's member, where that is known
+VERSION = pa.field("version", pa.int64())  # a digest of an image's version, for folders in a store
 TEXTS = {"key", "reason", "extension"}
 MOST_ROWS = 2**24  # the most samples of one shard
 LARGEST_BLOCK = 8 * BLOCK  # bytes between the ends of the first and the last image of a block
+DEEPEST = 16  # most optional fields that the images of a Parquet file are inside of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,12 @@ class Shard:
     labelled: bool
     blocks: list[int]  # usable samples in each
     stamp: Sequence[int] = ()  # times of a local file when it was indexed: stamps.py
+    parquet: dict[str, Any] | None = None  # a Parquet file's columns, and where the pages of its blocks are
+
+    @property
+    def extent(self) -> int:
+        """The bytes within which the offsets of its images are."""
+        return self.parquet["ends"][-1] if self.parquet and self.parquet["ends"] else self.size
 
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
@@ -67,9 +77,11 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
         raise ValueError("two shards of one name")
     for group, s in enumerate(shards):
         rows = s.usable + s.bad
-        # A sample of a tar takes a header; a fault of the shard itself has a row too. A folder of images is named ".".
-        most = MOST_ROWS if s.name == "." else min(s.size // HEADER + 1, MOST_ROWS)
-        if not 0 <= s.size < 2**62 or min(s.usable, s.bad) < 0 or s.usable > s.size or rows > most:
+        # A sample of a tar takes a header; a fault of the shard itself has a row too.
+        most = MOST_ROWS if is_part(s.name) or s.parquet else min(s.size // HEADER + 1, MOST_ROWS)
+        if s.parquet is not None:
+            _check_parquet(s)
+        if not 0 <= s.size < 2**62 or min(s.usable, s.bad) < 0 or s.usable > s.extent or rows > most:
             raise ValueError(f"{s.name}: {s.usable} and {s.bad} samples in {s.size} bytes")
         if sum(s.blocks) != s.usable:
             raise ValueError(f"{s.name}: blocks of {sum(s.blocks)} samples, of {s.usable}")
@@ -77,10 +89,36 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
             raise ValueError(f"{s.name}: {metadata.row_group(group).num_rows} rows of {rows} samples")
 
 
+def _check_parquet(shard: Shard) -> None:
+    """Check where the blocks of a Parquet file are said to be. Raises ValueError."""
+    known = shard.parquet
+    if not isinstance(known, dict) or {type(known.get(name)) for name in ("image", "label")} != {str}:
+        raise ValueError(f"{shard.name}: no columns")
+    given: list[Any] = [known.get(name) for name in ("depth", "ends", "chunks", "classes")]
+    depth, ends, chunks, classes = given
+    lists: list[Any] = [*chunks, ends, classes] if {type(v) for v in (ends, chunks, classes)} == {list} else [None]
+    if {type(each) for each in lists} != {list} or {type(name) for name in classes or ()} - {str}:
+        raise ValueError(f"{shard.name}: no lists of blocks and classes")
+    if {type(n) for each in lists[:-1] for n in each} - {int} or type(depth) is not int or not 0 <= depth <= DEEPEST:
+        raise ValueError(f"{shard.name}: a block of other values than numbers")
+    if len(ends) != len(shard.blocks) or [len(row) for row in chunks] != [max(len(r) // 4 * 4, 4) for r in chunks]:
+        raise ValueError(f"{shard.name}: {len(ends)} ends of {len(shard.blocks)} blocks")
+    if len(ends) != len(chunks) or any(not 0 < b - a <= LARGEST_BLOCK for a, b in itertools.pairwise([0, *ends])):
+        raise ValueError(f"{shard.name}: a block of no bytes, or of more than {LARGEST_BLOCK}")
+    for row in chunks:
+        places = [n for at in range(0, len(row), 4) for n in row[at : at + 2]]
+        if places != sorted(places) or not 0 <= places[0] <= places[-1] <= shard.size:
+            raise ValueError(f"{shard.name}: pages outside of the file")
+        if places[-1] - places[0] > LARGEST_BLOCK or min(row[2::4] + row[3::4]) < 0 or max(row[2::4]) > MOST_ROWS:
+            raise ValueError(f"{shard.name}: a block of {places[-1] - places[0]} bytes and {row[2::4]} rows")
+
+
 def largest_rows(shard: Shard) -> int:
     """Return how many bytes the rows of a shard may have in memory: names are in the headers of a tar, and each byte
-    takes up to three; reasons are shorter than a header. The names of a folder of images are not in its files."""
-    names = 3 * LONGEST_NAME * (shard.usable + shard.bad) if shard.name == "." else 3 * shard.size
+    takes up to three; reasons are shorter than a header. The names of a folder of images are not in its files, and
+    those in a Parquet file are packed."""
+    far = is_part(shard.name) or shard.parquet is not None
+    names = 3 * LONGEST_NAME * (shard.usable + shard.bad) if far else 3 * shard.size
     return names + 2**10 * (shard.usable + shard.bad + 1)
 
 
@@ -91,7 +129,7 @@ def check_rows(table: pa.Table, shard: Shard) -> None:
         raise ValueError(f"{len(table)} rows of {shard.usable + shard.bad} samples")
     usable = table.slice(0, shard.usable)
     for column in usable.column_names:
-        if column not in ("reason", "extension") and usable[column].null_count:
+        if column not in ("reason", "extension", VERSION.name) and usable[column].null_count:
             raise ValueError(f"a sample without {column}")
     if "key" in table.column_names and table["key"].null_count:
         raise ValueError("a sample without key")
@@ -115,9 +153,9 @@ def _check_positions(offset: NDArray[np.int64], size: NDArray[np.int64], shard: 
     """Check that the usable images of a shard (n,) follow each other inside it. Raises ValueError."""
     if not len(offset):
         return
-    inside = offset.min() >= 0 and offset.max() <= shard.size  # so that no sum below is more than 64 bits
-    if not inside or offset[-1] > shard.size - size[-1] or (offset[:-1] + size[:-1] > offset[1:]).any():
-        raise ValueError(f"images that overlap, or lie outside of {shard.size} bytes")
+    inside = offset.min() >= 0 and offset.max() <= shard.extent  # so that no sum below is more than 64 bits
+    if not inside or offset[-1] > shard.extent - size[-1] or (offset[:-1] + size[:-1] > offset[1:]).any():
+        raise ValueError(f"images that overlap, or lie outside of {shard.extent} bytes")
     last = np.cumsum(shard.blocks) - 1
     end = offset + size
     if (end[last] - end[np.r_[0, last[:-1] + 1]]).max() > LARGEST_BLOCK:

@@ -3,61 +3,58 @@
 Where the device is the CPU, the worker processes apply the colour operations, too.
 """
 
+import contextlib
 import itertools
 import math
-import multiprocessing
-import os
 import queue
-import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from eagleray.base import child, devices
-from eagleray.base.errors import Outage, UserError
-from eagleray.config import plugins
+from eagleray.base import devices, fork_server
 from eagleray.data.batch import Batch
-from eagleray.data.loader_watch import LoaderWatch
+from eagleray.data.loader_processes import LoaderWatch, loaded
 from eagleray.data.order import Share, rank_rows, rows
+from eagleray.data.packed import Crops, on_device, packs
 from eagleray.data.quarantine import BadSample
-from eagleray.data.reader import StepPart, Stream
+from eagleray.data.reader import StepPart, Stream, size_groups
 from eagleray.data.shared_lane import Leader, SharedLane
 from eagleray.views import photometric
+from eagleray.views.crop_batch import crop_batch
 
 T = TypeVar("T")
-WATCH = 0.5  # seconds between two looks of a loader process whether its parent lives
 POLL = 0.5  # seconds between two calls of `should_stop`
-LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
-SHARED = "/dev/shm"  # through which loader processes hand over what they have read
-OF_PROCESS = "in DataLoader worker process"  # PyTorch's words in the error of a loader process
-SAID = 200  # characters of an error of a loader process
 LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
-
-
-def processes(asked: int | Literal["auto"], cpus: float) -> int:
-    """Return the number of loader processes of a rank that has so many CPUs; auto leaves two of them to training."""
-    return max(int(cpus) - LEFT, 1) if asked == "auto" else asked
 
 
 class Loader:
     """Loads one rank's rows of every global batch, with any number of loader processes.
 
-    With `compiled`, an accelerator's colour jitter is compiled. Raises UserError when there are more ranks than images
-    in a step.
+    With `compiled`, an accelerator's colour jitter is compiled. `crops` says where crops are made; their pixels are the
+    same. Raises UserError when there are more ranks than images in a step, and where the device cannot crop.
     """
 
     def __init__(
-        self, stream: Stream, *, rank: int, ranks: int, workers: int, device: torch.device, compiled: bool = False
+        self,
+        stream: Stream,
+        *,
+        rank: int,
+        ranks: int,
+        workers: int,
+        device: torch.device,
+        compiled: bool = False,
+        crops: Crops = "auto",
     ) -> None:
-        self.stream, self.compiled = replace(stream, colours=device.type == "cpu"), compiled
+        views = [views for phase in (stream.views, *dict(stream.phases).values()) for views in phase.views]
+        packed = packs(crops, views, device)
+        self.stream, self.compiled = replace(stream, colours=device.type == "cpu", packed=packed), compiled
         self.rank, self.workers, self.device = rank, workers, device
         self.waited = 0.0  # seconds that `batches` has waited for readers
         self.rows = rows(stream.lanes, stream.batch, ranks=ranks)
@@ -72,24 +69,14 @@ class Loader:
         Ends before the step `stop`, or when `should_stop`, which is called while a batch is waited for, returns true.
         Raises UserError or Outage when a reader cannot go on."""
         dataset = _PartDataset(self.stream, self.shares, start, stop)
-        loader: DataLoader[StepPart] = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=self._steps_ahead() if self.workers else None,
-            pin_memory=devices.has_streams(self.device),
-            worker_init_fn=ignore_signals,
-        )
-        others = multiprocessing.active_children()
-        parts = begin(loader)
-        with LoaderWatch(set(multiprocessing.active_children()).difference(others), self.stream.patience) as watch:
+        ahead, pinned = self._steps_ahead() if self.workers else None, devices.has_streams(self.device)
+        with (
+            loaded(dataset, self.workers, prefetch_factor=ahead, pin_memory=pinned) as (parts, processes),
+            LoaderWatch(processes, self.stream.patience) as watch,
+            contextlib.closing(dataset),
+        ):
             steps = self._timed(_interruptible(self._in_steps(parts, start), should_stop, watch.look))
-            try:
-                yield from (
-                    _one_batch_ahead(steps, self) if devices.has_streams(self.device) else map(self.assemble, steps)
-                )
-            finally:
-                dataset.over.set()
+            yield from (_one_batch_ahead(steps, self) if pinned else map(self.assemble, steps))
 
     def _steps_ahead(self) -> int:
         """Return how many steps a loader process may be ahead. Where processes take turns, all have work within that
@@ -128,8 +115,7 @@ class Loader:
         params = torch.cat([p.params for p in parts], 1)  # (V, B, P), stays on the CPU
         views: list[Tensor] = []
         finish = photometric.finish if self.stream.colours else partial(photometric.apply, compiled=self.compiled)
-        for group in zip(*[p.pixels for p in parts], strict=True):
-            pixels = torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)  # (views, B, 3, S, S)
+        for pixels in self._crops(parts):
             here = params[len(views) : len(views) + len(pixels)]
             views += finish(pixels.flatten(0, 1), here.flatten(0, 1)).unflatten(0, pixels.shape[:2]).unbind()
         batch = Batch(
@@ -140,6 +126,19 @@ class Loader:
             boxes=self._boxes(parts),
         )
         return batch, [bad for part in parts for bad in part.bad]
+
+    def _crops(self, parts: tuple[StepPart, ...]) -> Iterator[Tensor]:
+        """Yield the crops (views, B, 3, S, S) of each group of views on the device, which may make them itself."""
+        if not self.stream.packed:
+            for group in zip(*[p.pixels for p in parts], strict=True):
+                yield torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)
+            return
+        packed = on_device([p.packed for p in parts if p.packed], self.device)
+        views, first = self.stream.views_at(parts[0].step), 0
+        for count, _ in size_groups(views):
+            here = slice(first, first + count)
+            yield crop_batch(packed.pixels, packed.boxes[here], views.views[here])
+            first += count
 
     def _boxes(self, parts: tuple[StepPart, ...]) -> Tensor | None:
         """Join the boxes (V, B, 4) of a step on the device, if the stream has any."""
@@ -155,19 +154,11 @@ class _PartDataset(IterableDataset[StepPart]):
 
     def __init__(self, stream: Stream, shares: list[Share], start: int, stop: int | None) -> None:
         self.stream, self.shares, self.start, self.stop = stream, shares, start, stop
-        self.over = multiprocessing.Event()  # the batches are
         turns = len(shares) > 1 and shares[0].takes_turns
+        self.over = fork_server.CONTEXT.Event() if turns else None  # the batches are
         self.lanes = {
             lane: SharedLane(n % len(shares), len(shares)) for n, lane in enumerate(shares[0].lanes if turns else ())
         }
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"plugins": plugins.pack()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load the plug-ins in a loader process; a process that was spawned, not forked, has none yet."""
-        plugins.install(state.pop("plugins"))
-        self.__dict__ = state
 
     def __iter__(self) -> Iterator[StepPart]:
         info = get_worker_info()
@@ -177,51 +168,10 @@ class _PartDataset(IterableDataset[StepPart]):
         for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # followers wait for leaders
             end.finish(self.over)
 
-
-def ignore_signals(worker: int) -> None:
-    """Keep Ctrl-C, and SIGTERM to the whole group of the command, from a loader process; the main process handles them,
-    and a run finishes the step and saves first."""
-    os.setpgid(0, 0)
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, child.STOPS)  # `begin` has held these signals back until here
-
-
-def end_with(parent: int) -> None:
-    """End this process once its parent has died.
-
-    Until then it would hold what it has inherited, such as memory of a GPU and locks, and the next start of the run
-    would miss it. PyTorch looks for itself after seconds, and between reads."""
-    while os.getppid() == parent:
-        time.sleep(WATCH)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def begin(loader: DataLoader[T]) -> Iterator[T]:
-    """Start the processes of a DataLoader, and return the iterator over what they load."""
-    with child.held():
-        items = iter(loader)
-    if loader.num_workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises wherever the main thread happens to be
-    return items
-
-
-def of_process(error: BaseException) -> BaseException:
-    """Return an error of a loader process in one line; PyTorch's has the traceback of the process in its text."""
-    text = str(error).strip()
-    if ("shared memory" in text or SHARED in text) and os.path.isdir(SHARED):
-        there, free = (f"{round(n / 2**20, 2):g} MiB" for n in shutil.disk_usage(SHARED)[::2])
-        return UserError(
-            f"a loader process found no room for its views: {SHARED} has {there}, {free} free; a larger one helps, in "
-            "containers docker's --shm-size=8g or a volume of medium Memory, and so does data.workers=0"
-        )
-    said = (text.splitlines() or [type(error).__name__])[-1].strip()[:SAID]
-    if OF_PROCESS in text and isinstance(error, UserError | Outage):
-        return type(error)(said.partition(": ")[2])
-    if OF_PROCESS in text or isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
-        return error if isinstance(error, Outage) else RuntimeError(f"a loader process died: {said}")
-    return error
+    def close(self) -> None:
+        """Let readers end that wait for others."""
+        if self.over:
+            self.over.set()
 
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Callable[[float], None]) -> Iterator[T]:
@@ -252,8 +202,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
             if isinstance(error, StopIteration):
                 return
             if error:
-                said = of_process(error)
-                raise said from (None if said is error else error)
+                raise error
             requests.release()  # read the next step while this one is used
             yield step  # type: ignore[misc]
             asked = time.monotonic()

@@ -11,7 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HEADER = 2**16  # bytes of a page header, which may contain statistics
-UNPACKED, PACKED = 2, 3  # fields of a page header: bytes of the page in memory, and in the file
+KIND, UNPACKED, PACKED = (
+    1,
+    2,
+    3,
+)  # fields of a page header: its kind, and the bytes of the page in memory and in the file
+DATA, DATA_2 = 5, 8  # its fields with more of a page of values, in the first and in the second version
+VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of these
+DICTIONARY = 2  # a kind of page
+OF_DICTIONARY = (2, 8)  # the encodings whose values are places in the dictionary
 TRUTHS = (1, 2)  # true and false are kinds of their own, which take a byte in a list and none in a struct
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 3, 4, 5, 6, 7, 8, 9, 10, 12
 DEPTH = 8  # the deepest nesting of structs
@@ -23,10 +31,16 @@ def largest_page(file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData) -> 
 
 
 class Page(NamedTuple):
-    """The bytes of a page in memory, and in the file."""
+    """A page: its bytes in memory and in the file, where its header begins and its bytes end, its kind, and its
+    values."""
 
     unpacked: int
     packed: int
+    begin: int = 0
+    end: int = 0
+    kind: int = 0
+    values: int = 0  # null or not
+    needs_dictionary: bool = False
 
 
 def pages(
@@ -40,33 +54,49 @@ def pages(
             name = f"{column.path_in_schema}."
             if not any(name.startswith(f"{wanted}.") for wanted in columns):
                 continue
-        at = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
-        end, count = at + column.total_compressed_size, 0
-        while at < end:
-            file.seek(at)
-            header = _Reader(file.read(HEADER))
-            sizes = header.struct()
-            page = Page(sizes.get(UNPACKED, -1), sizes.get(PACKED, -1))
-            count += 1
-            if not 0 <= min(page) <= max(page) < 2**31 or count > group.num_rows + 2:
-                raise ValueError(f"page {count} of {group.num_rows} rows, of {page.unpacked} bytes in {page.packed}")
-            yield page
-            at += header.at + page.packed
+        yield from pages_between(file, *ends(column), group.num_rows)
+
+
+def ends(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """Return where the pages of a column chunk begin and end in the file."""
+    at = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
+    return at, at + column.total_compressed_size
+
+
+def pages_between(file: BinaryIO | pa.NativeFile, at: int, end: int, rows: int) -> Iterator[Page]:
+    """Yield the pages of `rows` rows in a part of a file. Raises ValueError for damaged headers."""
+    count = 0
+    while at < end:
+        file.seek(at)
+        header = _Reader(file.read(HEADER))
+        fields = header.struct()
+        unpacked, packed = fields.get(UNPACKED, -1), fields.get(PACKED, -1)
+        count += 1
+        if not 0 <= min(unpacked, packed) <= max(unpacked, packed) < 2**31 or count > rows + 2:
+            raise ValueError(f"page {count} of {rows} rows, of {unpacked} bytes in {packed}")
+        more = header.inner.get(DATA) or header.inner.get(DATA_2, {})
+        encoding = more.get(ENCODING if DATA in header.inner else ENCODING_2)
+        after = at + header.at + packed
+        yield Page(unpacked, packed, at, after, fields.get(KIND, -1), more.get(VALUES, 0), encoding in OF_DICTIONARY)
+        at = after
 
 
 class _Reader:
-    """Reads the integers of a struct, and passes over everything else."""
+    """Reads the integers of a struct and of the structs in it, and passes over everything else."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
+        self.inner: dict[int, dict[int, int]] = {}  # the integers of the structs in the outermost one
 
     def struct(self, depth: int = 0) -> dict[int, int]:
         """Return the integers of a struct by their fields."""
-        values, field = {}, 0
+        values, field = dict[int, int](), 0
         while kind := self.byte():
             field = field + (kind >> 4) if kind >> 4 else self.integer()
             if kind & 15 in (I16, I32, I64):
                 values[field] = self.integer()
+            elif kind & 15 == STRUCT and depth == 0:
+                self.inner[field] = self.struct(1)
             else:
                 self.skip(kind & 15, depth)
         return values

@@ -1,5 +1,6 @@
 """Decodes image files with Pillow, which reads nearly every format and does not import PyTorch."""
 
+import contextlib
 import functools
 import io
 import re
@@ -34,11 +35,9 @@ NOT_READ = "a TIFF that Pillow does not read, such as one of five channels or mo
 def _formats() -> tuple[str, ...]:
     """Return those of the formats that are there: this build of Pillow may lack some, and pillow-heif is optional."""
     Image.init()
-    try:
+    with contextlib.suppress(ImportError):
         import pillow_heif
-    except ImportError:
-        pass
-    else:
+
         pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)  # loaders have a process for each core
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
@@ -102,9 +101,18 @@ def _oriented(text: bytes) -> bool:
 
 def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
     """Decode an image into upright RGB pixels (H, W, 3). Raises BadImage."""
-    try:
+    with decoding():
         return open_upright(data)
-    except Exception as e:  # decoders raise whatever they like on broken input
+
+
+@contextlib.contextmanager
+def decoding() -> Iterator[None]:
+    """A context in which every error is raised as BadImage: decoders raise whatever they like on broken input."""
+    try:
+        yield
+    except BadImage:
+        raise
+    except Exception as e:
         raise BadImage(reason(e)) from None
 
 

@@ -1,5 +1,6 @@
 """Reads the samples of a reader's rows: decodes and crops them, and replaces broken ones."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -13,21 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from eagleray.base.errors import Outage, UserError
+from eagleray.base.errors import Outage, UserError, explained
 from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage
-from eagleray.data.decode_crops import check_scaled, decode_crops
+from eagleray.data.decode_crops import Boxes, check_scaled, decode_boxes
 from eagleray.data.index import Index
 from eagleray.data.order import Epoch, Lane, Run, Share, lane_length
+from eagleray.data.packed import Packed, Packer
 from eagleray.data.quarantine import BadSample
 from eagleray.data.selection import Selection, Visits, visits_of
-from eagleray.data.shared_lane import Follower, Leader
+from eagleray.data.shared_lane import Follower, Leader, shared_memory
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views import photometric, photometric_cpu, sampling
-from eagleray.views.operations import operate
-from eagleray.views.randaugment import augment
+from eagleray.views.crop import crop
+from eagleray.views.operations import augment, operate
 from eagleray.views.sampling import Views
 
 Ends = Mapping[int, Leader | Follower]  # the ends of each lane
@@ -37,38 +39,38 @@ Ends = Mapping[int, Leader | Follower]  # the ends of each lane
 class StepPart:
     """One reader's contribution to a step: b images in V views. Neighbouring views of one size form one of G groups."""
 
-    pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8
+    pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8; empty where the device crops
     params: Tensor  # (V, b, P), see views.sampling
     index: Tensor  # (b,)
     label: Tensor  # (b,)
     boxes: Tensor | None = None  # (V, b, 4), see Batch; None: not asked for
+    step: int = 0
+    packed: Packed | None = None  # what the device crops
     bad: list[BadSample] = field(default_factory=list)
     error: UserError | Outage | None = None  # why the reader cannot continue
 
     def pin_memory(self) -> "StepPart":
         """Pin the memory of the pixels; PyTorch's DataLoader calls this method."""
         self.pixels = [p.pin_memory() for p in self.pixels]
+        if self.packed:
+            self.packed.pixels = self.packed.pixels.pin_memory()
         return self
 
 
 def size_groups(views: Views) -> list[tuple[int, int]]:
     """Return (count, size) for each group of neighbouring views of one size."""
-    out: list[tuple[int, int]] = []
-    for view in views.views:
-        if out and out[-1][1] == view.size:
-            out[-1] = (out[-1][0] + 1, view.size)
-        else:
-            out.append((1, view.size))
-    return out
+    return [(len(list(group)), size) for size, group in itertools.groupby(views.size.tolist())]
 
 
-def _empty(views: Views, rows: int, channels: int, *, boxes: bool) -> StepPart:
+def _empty(views: Views, rows: int, channels: int, step: int, *, boxes: bool, packed: bool) -> StepPart:
+    groups = [] if packed else size_groups(views)
     return StepPart(
-        pixels=[pixel_buffer(n, rows, channels, size, size) for n, size in size_groups(views)],
+        pixels=[pixel_buffer(n, rows, channels, size, size) for n, size in groups],
         params=torch.empty(len(views.views), rows, len(sampling.COLUMNS)),
         index=torch.empty(rows, dtype=torch.long),
         label=torch.empty(rows, dtype=torch.long),
         boxes=torch.empty(len(views.views), rows, 4) if boxes else None,
+        step=step,
     )
 
 
@@ -81,8 +83,7 @@ def pixel_buffer(*shape: int) -> Tensor:
     """Allocate uint8 pixels; a loader process uses shared memory, so that nothing is copied to the main process."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # PyTorch's own collation does the same
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+    return shared_memory(math.prod(shape)).view(shape)  # PyTorch's own collation does the same
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Stream:
     scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
     phases: tuple[tuple[int, Views], ...] = ()  # smaller views, each for the epochs before its number
     boxes: bool = False  # whether batches say where the crops lie
+    packed: bool = False  # whether the device crops the decoded images
 
     def __post_init__(self) -> None:
         if self.scaled:
@@ -117,10 +119,8 @@ class Stream:
     @functools.cached_property
     def samples_per_lane(self) -> int:
         """The samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
-        try:
+        with explained(f"optim.batch={self.batch} data.lanes={self.lanes}", ValueError):
             return lane_length(self.samples_per_epoch, lanes=self.lanes, batch=self.batch)
-        except ValueError as e:
-            raise UserError(f"optim.batch={self.batch} data.lanes={self.lanes}: {e}") from None
 
     @functools.cached_property
     def samples_per_epoch(self) -> int:
@@ -155,16 +155,22 @@ class Stream:
         is the last.
         """
         share = self.share(share) if isinstance(share, range) else share
-        steps = self._steps(share, start, stop, ends or {})
+        steps, channels = self._steps(share, start, stop, ends or {}), planes(self.index.channels)
+        packer = Packer(self.views, channels) if self.packed else None
         for step in itertools.count(start) if stop is None else range(start, stop):
             views = self.views_at(step)
-            part = _empty(views, len(share.at(step)), planes(self.index.channels), boxes=self.boxes)
+            rows = len(share.at(step))
+            part = _empty(views, rows, channels, step, boxes=self.boxes, packed=self.packed)
             try:
-                numbers = [self._fill(part, row, item, views) for row, item in enumerate(next(steps))]
+                if packer:
+                    packer.begin(views, rows)
+                numbers = [self._fill(part, row, item, views, packer) for row, item in enumerate(next(steps))]
                 if numbers:
                     u, more = (np.array(x) for x in zip(*numbers, strict=True))
                     params = sampling.photometrics(views, u, more)  # (b, V, P)
                     part.params = torch.from_numpy(params.swapaxes(0, 1).copy())
+                if packer:
+                    part.packed = packer.end(pixel_buffer)
                 if part.boxes is not None:
                     part.boxes = mirrored(part.boxes, part.params)
                 if self.colours:
@@ -191,9 +197,9 @@ class Stream:
         """Yield the samples of every step. All blocks of a step are requested before the first one is waited for."""
         each, lanes = share.each, share.lanes
         selects = self.selection is not None
-        fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience, selects=selects)
         epochs = functools.lru_cache(maxsize=2)(self.epoch)  # shared by the lanes
-        try:
+        open_fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience, selects=selects)
+        with contextlib.closing(open_fetcher) as fetcher:
             runs = {number: self._lane_runs(number, start, stop, epochs) for number in lanes}
             walks = [_LaneReader(fetcher, runs[number], each, ends.get(number)) for number in lanes]
             for step in itertools.count(start) if stop is None else range(start, stop):
@@ -203,8 +209,6 @@ class Stream:
                 yield items[first : first + len(rows)]
                 for walk in walks:
                     walk.look_ahead()
-        finally:
-            fetcher.close()
 
     def epoch(self, epoch: int) -> "EpochPlan":
         """Return what an epoch reads, in which order."""
@@ -235,9 +239,10 @@ class Stream:
             epoch += 1
 
     def _fill(
-        self, part: StepPart, row: int, item: "_NextSample", views: Views
+        self, part: StepPart, row: int, item: "_NextSample", views: Views, packer: Packer | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Decode one sample and write its crops and its label into a row of the part.
+        """Decode one sample and write its crops and its label into a row of the part. Where the device crops, the
+        packer gets what it needs instead.
 
         Return the sample's random numbers, (V, WIDTH) and (V, EXTRA_WIDTH).
         """
@@ -245,9 +250,16 @@ class Stream:
         # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
         u = sampling.uniforms(len(views.views), seed=self.seed, epoch=epoch, sample=key)
-        crops = [view[row] for group in part.pixels for view in group]
-        sample, block = self._decode(part, row, item, views, u, crops)
         more = sampling.extra_uniforms(views, seed=self.seed, epoch=epoch, sample=key)
+        sample, block, image, boxes = self._decode(part, item, views, u)
+        part.index[row], part.label[row] = sample, block.label(sample)
+        if part.boxes is not None:
+            part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
+        if packer:
+            packer.add(image, boxes)
+            return u, more
+        crops = [view[row] for group in part.pixels for view in group]
+        crop(image, boxes, views.views, crops)
         for pixels, view, v in zip(crops, views.views, more, strict=True):
             if view.randaugment:
                 augment(pixels, view, int(v[sampling.POLICY] * 2**32))
@@ -256,14 +268,13 @@ class Stream:
             for pixels, view, row_of_seeds in zip(crops, views.views, seeds.tolist(), strict=True):
                 for name, operation_seed in zip(view.operations, row_of_seeds, strict=False):
                     operate(name, pixels, operation_seed)
-        part.index[row], part.label[row] = sample, block.label(sample)
         return u, more
 
     def _decode(
-        self, part: StepPart, row: int, item: "_NextSample", views: Views, u: NDArray[np.float64], crops: list[Tensor]
-    ) -> tuple[int, Block]:
-        """Decode a sample and write its crops, and their boxes where they are asked for. If it is broken, the next good
-        one of its block stands in, then of the lane's other blocks.
+        self, part: StepPart, item: "_NextSample", views: Views, u: NDArray[np.float64]
+    ) -> tuple[int, Block, Tensor, Boxes]:
+        """Decode a sample; return it with its block, its image and the boxes of its crops. If it is broken, the next
+        good one of its block stands in, then of the lane's other blocks.
 
         Raises UserError when no sample of the lane can be decoded.
         """
@@ -272,16 +283,10 @@ class Stream:
             if sample not in broken:
                 try:
                     data, channels = block.bytes(sample), self.index.channels
-                    found = decode_crops(data, views, u, crops, scaled=self.scaled, channels=channels)
+                    return sample, block, *decode_boxes(data, views, u, scaled=self.scaled, channels=channels)
                 except BadImage as e:
                     broken[sample] = self.index.bad_sample(sample, str(e))
-            if sample in broken:
-                part.bad.append(broken[sample])
-                continue
-            if part.boxes is not None:
-                image, boxes = found
-                part.boxes[:, row] = torch.from_numpy(sampling.shares(boxes, *image.shape[1:]))
-            return sample, block
+            part.bad.append(broken[sample])
         last = part.bad[-1]
         raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
 

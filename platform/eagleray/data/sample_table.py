@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.base.files import writing
 from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.storage.blob import Blob
-from eagleray.storage.store import parent, store
+from eagleray.storage.store import find, parent, store
 
 ABOUT = "_table.json"  # readers of a folder of Parquet files pass over this name
 FORMAT = 1
@@ -111,10 +111,9 @@ class SampleTable:
     def _load(self, number: int, read: Callable[[io.BytesIO], Any]) -> Any:
         """Return what a function reads in the file of a part. Raises UserError when it is missing or damaged."""
         place = f"{self.folder}/{file_name(number)}"
-        try:
+        again = f"{place}: missing or damaged; delete it, and the same command writes it again"
+        with explained(again, FileNotFoundError, pa.ArrowException, why=False):
             return read(io.BytesIO(store(place).get(place)))
-        except (FileNotFoundError, pa.ArrowException):
-            raise UserError(f"{place}: missing or damaged; delete it, and the same command writes it again") from None
 
 
 def file_name(number: int) -> str:
@@ -135,12 +134,8 @@ def index_of(url: str, data: str, channels: Channels = ()) -> Index:
 def read_about(folder: str) -> About | None:
     """Return what the rows of the table in a folder or URL are, or None where there is none. Raises UserError."""
     place = f"{folder}/{ABOUT}"
-    try:
-        return About(**json.loads(store(place).get(place)))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        raise UserError(f"{place}: not the description of a table of samples") from None
+    with explained(f"{place}: not the description of a table of samples", ValueError, TypeError, why=False):
+        return None if (text := find(place)) is None else About(**json.loads(text))
 
 
 def home_of(index: Index) -> str:

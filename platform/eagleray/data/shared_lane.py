@@ -11,9 +11,10 @@ from queue import Empty
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from torch import multiprocessing
 
+from eagleray.base import fork_server
 from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Content, Pool
 
@@ -26,8 +27,8 @@ class SharedLane:
     """The queues of a lane, one for each reader of the rank but the leader."""
 
     def __init__(self, leader: int, readers: int) -> None:
-        self.leader, self.ended = leader, multiprocessing.Semaphore(0)
-        self.queues: dict[int, Any] = {r: multiprocessing.Queue() for r in range(readers) if r != leader}
+        self.leader, self.ended = leader, fork_server.CONTEXT.Semaphore(0)
+        self.queues: dict[int, Any] = {r: fork_server.CONTEXT.Queue() for r in range(readers) if r != leader}
 
     def end_of(self, reader: int) -> "Leader | Follower":
         """Return what a reader fetches the lane's blocks with."""
@@ -64,8 +65,8 @@ class Leader:
         self._pass(FAILED, error)
 
     def finish(self, over: Any) -> None:
-        """Wait until the other readers have ended, as what is shared can be taken only while this process lives, or
-        until the event `over` is set."""
+        """Wait until the other readers have ended, or the event `over` is set: what is shared can be taken only while
+        this process lives."""
         parent = parent_process()
         for _ in self.queues:
             while not self.ended.acquire(timeout=SOON):
@@ -116,22 +117,19 @@ class Follower:
             try:
                 return self.queue.get(timeout=WAIT)  # type: ignore[no-any-return]
             except Empty:
-                if not (parent is None or parent.is_alive()) or not _alive(self.early.get(LEADER)):
+                leader = self.early.get(LEADER, os.getpid())  # one that is not known yet is taken for alive
+                if not (parent is None or parent.is_alive()) or not psutil.pid_exists(leader):
                     raise RuntimeError("the training process or a loader process has died") from None
 
 
-def _alive(process: int | None) -> bool:
-    """Return whether a process of this user runs; one that is not known yet is taken for alive."""
-    try:
-        os.kill(process or os.getpid(), 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _shared_copy(data: memoryview) -> torch.Tensor:
-    """Return a copy in shared memory that has no name, so that nothing is left of it when all readers are killed."""
-    storage = torch.UntypedStorage._new_shared(len(data))
-    shared = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    shared = shared_memory(len(data))
     shared.numpy()[:] = np.frombuffer(data, np.uint8)
-    return shared  # type: ignore[no-any-return]
+    return shared
+
+
+def shared_memory(size: int) -> torch.Tensor:
+    """Return bytes (size,) that processes can share. They have no name, so that nothing is left of them when all
+    processes are killed."""
+    storage = torch.UntypedStorage._new_shared(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]

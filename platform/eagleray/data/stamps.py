@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import explained
 from eagleray.base.files import cache_folder, write_atomic
 from eagleray.storage import store
 
@@ -42,15 +42,6 @@ def stamps(urls: Iterable[str]) -> dict[str, Stamp]:
     found = {url.rpartition("/")[2]: _stamp(url) for url in urls}
     settle(found.values())
     return found
-
-
-def stamp_of_all(named: Iterable[tuple[str, Stamp]]) -> Stamp:
-    """Return one stamp for files by their names."""
-    digests = [hashlib.blake2b(digest_size=8) for _ in Stamp._fields]
-    for file, stamp in named:
-        for digest, number in zip(digests, stamp, strict=True):
-            digest.update(f"{number} {file}\n".encode(errors="surrogateescape"))
-    return Stamp(*(int.from_bytes(digest.digest()) for digest in digests))
 
 
 def settle(stamps: Iterable[Stamp]) -> None:
@@ -91,7 +82,5 @@ class Verified:
 
 
 def _stamp(url: str) -> Stamp:
-    try:
+    with explained(f"{url}: cannot be read", OSError):
         return Stamp.of(store.local_path(url).stat())
-    except OSError as e:
-        raise UserError(f"{url}: cannot be read: {e.strerror}") from None

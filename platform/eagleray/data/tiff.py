@@ -39,11 +39,11 @@ def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
 
     Raises BadImage, and whatever damaged bytes lead to."""
     pages = directories(data)
-    first = Page.of(next(pages))
+    first = TiffPage.of(next(pages))
     if first.samples > 1 or channels == 1:
         first.check(len(data))
         return first.read(data)
-    whole = [first, *(Page.of(tags) for tags in pages if not tags.get(SUBFILE, np.zeros(1, int))[0] & 5)]
+    whole = [first, *(TiffPage.of(tags) for tags in pages if not tags.get(SUBFILE, np.zeros(1, int))[0] & 5)]
     if channels and len(whole) != channels:
         raise BadImage(f"{len(whole)} channel{'s' * (len(whole) > 1)}, expected {channels}")
     if any((page.shape, page.dtype, page.samples) != (first.shape, first.dtype, 1) for page in whole):
@@ -83,7 +83,7 @@ def directories(data: Data) -> Iterator[Tags]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
+class TiffPage:
     """One page of a TIFF, whose values are in strips or tiles."""
 
     shape: tuple[int, int]  # pixels
@@ -99,7 +99,7 @@ class Page:
     sizes: NDArray[Any]  # (n,) bytes
 
     @classmethod
-    def of(cls, tags: Tags) -> "Page":
+    def of(cls, tags: Tags) -> "TiffPage":
         """Return the page that some tags describe. Raises BadImage for one that is too large, or is of a kind that is
         not read."""
 

@@ -12,11 +12,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from eagleray.base.errors import UserError
 from eagleray.data.checksum import crc32
-from eagleray.data.file_names import from_text, readable
-from eagleray.data.image_folder import Listing
 from eagleray.data.index_file import File, name
+from eagleray.data.kinds import as_in, kind_of
 from eagleray.data.stamps import Stamp, Verified, short
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -71,38 +69,13 @@ def _tag_now(blob: Blob, tag: str, file: File) -> str:
     if tag.startswith(f"{WHOLE}:"):
         return content_tag(blob)
     rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # the index may come from a bucket
+    if (entry := file.entry(name(blob))).parquet:
+        found = kind_of(blob).scan(as_in(blob, entry))["crc"].drop_null()
+        return tag if found.equals(rows["crc"].slice(0, entry.usable)) else content_tag(blob)
     for offset, size, crc in zip(*(column.to_pylist() for column in rows.columns), strict=True):
         if crc is not None and offset >= 0 and _checksum(blob, offset, size) != crc:
             return content_tag(blob)
     return tag
-
-
-def check_images(folder: str, listing: Listing, rows: pa.Table) -> None:
-    """Read those images of a local folder again whose times are not those at which they were found to be as in the rows
-    of the index. Raises UserError, which names the first that has changed."""
-    verified = Verified(folder)
-    columns = (rows[column].to_pylist() for column in ("key", "size", "crc", "reason"))
-    known = [(from_text(key), size, crc) for key, size, crc, reason in zip(*columns, strict=True) if reason is None]
-    doubtful = [each for each in known if short(*each, listing.stamps[each[0]]) not in verified]
-
-    def read(image: tuple[str, int, int]) -> int:
-        return _checksum(Blob(f"{folder}/{image[0]}", image[1]), 0, image[1])
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        for image, crc in zip(doubtful, pool.map(read, doubtful), strict=True):
-            if crc != image[2]:
-                path = readable(image[0])
-                raise UserError(
-                    f"{folder}/{path}: has changed since it was indexed; `eagleray index {folder}` accepts that"
-                )
-    remember_images(folder, listing, rows)
-
-
-def remember_images(folder: str, listing: Listing, rows: pa.Table) -> None:
-    """Remember that the images of a local folder are as in the rows of its index."""
-    columns = zip(*(rows[column].to_pylist() for column in ("key", "size", "crc")), strict=True)
-    named = ((from_text(key), size, crc) for key, size, crc in columns)
-    Verified(folder).add(short(*each, listing.stamps[each[0]]) for each in named if each[2] is not None)
 
 
 def images_tag(rows: pa.Table) -> str:

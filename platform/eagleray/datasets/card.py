@@ -2,25 +2,18 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eagleray.base.errors import UserError
-from eagleray.data.costs import BadImage
-from eagleray.data.index import Index, open_index
-from eagleray.data.index_faults import faults
-from eagleray.data.pixels import read_pixels
+from eagleray.base.errors import explained
+from eagleray.base.files import NO_JSON
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
 
 NAME = "dataset.json"
-SAMPLE = 1000  # images that are decoded where there is no card
 LONGEST = 10_000  # characters of a line
-SHEET = 64  # images on a contact sheet
 MIB, GIB = 2**20, 2**30
 
 
@@ -45,18 +38,14 @@ def find(folder: str) -> dict[str, Any] | None:
     Raises UserError when dataset.json is not a card written by eagleray.
     """
     url = f"{folder.rstrip('/')}/{NAME}"
-    try:
-        card = json.loads(bytes(store.store(url).get(url)))
+    if (text := store.find(url)) is None:
+        return None
+    with explained(f"{url}: not a {NAME} written by eagleray", *NO_JSON):
+        card = json.loads(text)
         card |= {name: card[name]["counts"] for name in ("sides", "aspects")}
         card.pop("sampled", None)  # `describe` adds this key
         _check(card)
         return card  # type: ignore[no-any-return]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        if isinstance(e, UserError):
-            raise
-        raise UserError(f"{url}: not a {NAME} written by eagleray ({type(e).__name__}: {str(e)[:200]})") from None
 
 
 def _check(card: dict[str, Any]) -> None:
@@ -96,7 +85,8 @@ def lines(card: dict[str, Any]) -> Iterator[str]:
 def _lines(card: dict[str, Any]) -> Iterator[str]:
     stats = image_stats(card)
     classes = f" of {card['classes']:,} classes" if card["classes"] else ", no labels"
-    yield f"{stats.images:,} images{classes}, {format_bytes(stats.bytes)} in {card['shards']:,} shard(s)"
+    shards = f" in {card['shards']:,} shard(s)" if card["shards"] else ""  # loose images are in none
+    yield f"{stats.images:,} images{classes}, {format_bytes(stats.bytes)}{shards}"
     if "sampled" in card:
         yield f"no {NAME}; the lines below describe {card['sampled']:,} images drawn at random"
     else:
@@ -136,66 +126,6 @@ def quantiles(counts: list[int], edges: list[Any]) -> str:
 def _spread(values: list[float] | None) -> str:
     """Describe a 5th percentile, median and 95th percentile; an empty string without them."""
     return f"{values[0]:.4g} to {values[2]:.4g} (5th to 95th percentile), median {values[1]:.4g}" if values else ""
-
-
-def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
-    """Return the card of some shards, and images (H, W, 3) for a contact sheet; every call returns the same images.
-
-    If the folder has no card, its entries are estimated from the index and a sample of the images. If no index can be
-    written beside the shards, it is written to the folder `spare`. No images are returned of channels other than red,
-    green and blue.
-    """
-    index = open_index(url, spare)
-    order = np.random.default_rng(0).permutation(len(index))
-    selected = list(store.patterns(url))
-    card = find(selected[0].folder) if len(selected) == 1 and not selected[0].name else None
-    left_out = list(faults(zip(index.shards, index.files, strict=True)).lines())
-    card = card | {"left_out": left_out} if card and left_out else card
-    if card and (card.get("options") or {}).get("--channels"):
-        return card, []
-    if card:
-        return card, _sample(index, order[:SHEET], read_pixels)[1]
-    from eagleray.data.decode import decode  # counts what training would: a second and a half of importing PyTorch
-
-    sample, images, shapes = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
-    labels = index.label[index.label >= 0]
-    card = {
-        "classes": len(np.unique(labels)),
-        "shards": len(index.shards),
-        "sampled": sample.images,
-        **sample.to_json(),
-        "images": len(index),
-        "bytes": int(index.size.sum()),
-        "quantiles": {name: np.quantile(values, [0.05, 0.5, 0.95]).tolist() for name, values in shapes.items()},
-        "left_out": left_out,
-    }
-    return card, images
-
-
-def _sample(
-    index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
-) -> tuple[ImageStats, list[NDArray[np.uint8]], dict[str, list[float]]]:
-    """Return the statistics of some samples, the first few of their images (H, W, 3), and the shorter side in pixels
-    and the aspect ratio of each."""
-    stats, shapes = ImageStats(), dict[str, list[float]](side=[], aspect=[])
-    images: list[NDArray[np.uint8]] = []
-    for sample in samples.tolist():
-        data = index.read(sample, sample + 1)
-        try:
-            image = decode(data)
-        except BadImage as e:
-            stats.drop(str(e), index.key(sample))
-            continue
-        height, width = image.shape[:2]
-        stats.count(data, height, width)
-        shapes["side"].append(min(height, width))
-        shapes["aspect"].append(width / height)
-        if len(images) < SHEET:
-            images.append(image)
-    if not images:
-        why = max(stats.dropped, key=lambda reason: stats.dropped[reason].count)
-        raise UserError(f"{index.shards[0].url}: none of {len(samples)} images can be decoded: {why}")
-    return stats, images, shapes
 
 
 def command(words: list[str]) -> str:

@@ -6,8 +6,7 @@ from pathlib import Path
 from eagleray.base.errors import UserError
 from eagleray.config import register
 from eagleray.datasets.sets import OTHERS, SHIPPED
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import OWN, Source, SourceFiles
+from eagleray.datasets.sources.source import OWN, PrepareOptions, Source, SourceFiles
 
 SOURCES = register.Registry(
     "source", SHIPPED, lambda entry: Source(entry.target, **{"licence": OWN, "splits": ("all",)} | entry.details)

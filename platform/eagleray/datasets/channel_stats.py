@@ -12,7 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.channels import Channel
 from eagleray.data.channels import read_channels
 from eagleray.data.costs import BadImage
-from eagleray.data.index import Note, open_index
+from eagleray.data.index import Note, open_shown
 
 SAMPLE = 1000  # images that are measured
 DIGITS = 6  # digits of a printed number
@@ -41,7 +41,7 @@ def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
     shards, it is written to the folder `spare`.
 
     Raises UserError when no image can be read."""
-    index, moments, left_out = open_index(url, spare, note=note), list[NDArray[Any]](), Counter[str]()
+    index, moments, left_out = open_shown(url, spare, note=note), list[NDArray[Any]](), Counter[str]()
     for sample in np.random.default_rng(0).permutation(len(index))[:SAMPLE].tolist():
         try:
             values = read_channels(index.read(sample, sample + 1), len(moments[0][1]) if moments else None)

@@ -1,5 +1,6 @@
 """Draw a set of images: a contact sheet, and histograms of the sizes and aspect ratios."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from eagleray.base.plotting import BLUE, INK, LIGHT
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
 TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images
+SOURCE = "Source"  # the text of a PNG that names the data
 PAPER = (250, 250, 248)
 
 
@@ -32,8 +34,8 @@ def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.
     return picture
 
 
-def sizes(stats: ImageStats, path: Path) -> None:
-    """Draw histograms of the shorter side and of the aspect ratio (width / height).
+def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
+    """Draw histograms of the shorter side and of the aspect ratio (width / height); the file names the `source`.
 
     The bins are logarithmic. The outermost bins also count everything beyond them.
     """
@@ -46,7 +48,16 @@ def sizes(stats: ImageStats, path: Path) -> None:
     ratios = {1 / 4: "1:4", 1 / 2: "1:2", 2 / 3: "2:3", 1: "1:1", 3 / 2: "3:2", 2: "2:1", 4: "4:1"}
     _histogram(right, stats.aspects, ASPECTS, ratios)
     right.set(title="Shape", xlabel="width : height")
-    figure.savefig(path)
+    figure.savefig(path, metadata={SOURCE: source})
+
+
+def source_of(path: Path) -> str | None:
+    """Return the data whose sizes a picture shows, an empty text if it does not say, and None if there is no file."""
+    if not path.exists():
+        return None
+    with contextlib.suppress(OSError), Image.open(path) as picture:
+        return str(picture.info.get(SOURCE, ""))
+    return ""
 
 
 def _histogram(axes: Any, counts: Sequence[int], edges: Sequence[float], ticks: dict[float, str]) -> None:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.datasets.pack import put_table
+from eagleray.datasets.pack import get_table, put_table
 from eagleray.datasets.sources.source import Read, fetch
-from eagleray.storage import store
 
 BYTES = 16  # among 1e10 images the chance that two digests of this length collide is below 1e-18
 
@@ -34,12 +32,9 @@ class HashTask:
 
     def digests(self, number: int) -> pa.Table | None:
         """Return what a task has written; None if that is missing, damaged or of another plan."""
-        url = self._url(number)
-        try:
-            table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
-        except (FileNotFoundError, pa.ArrowException):
-            return None
-        return table if (table.schema.metadata or {}).get(b"plan") == self.plan.encode() else None
+        table = get_table(self._url(number))
+        known = table is not None and (table.schema.metadata or {}).get(b"plan") == self.plan.encode()
+        return table if known else None
 
     def _url(self, number: int) -> str:
         return f"{self.notes}/hash-{number:06d}.parquet"

@@ -5,6 +5,7 @@ after its short side was shrunk to 256, where it is longer, so that the numbers 
 compared.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -179,29 +180,26 @@ def measure_part(part: Part) -> int:
 
 def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each sample in order; none of an image that does not decode."""
-    fetcher = Fetcher(index, cache=None)
     cuts = np.searchsorted(samples, index.starts[(index.starts > samples[0]) & (index.starts <= samples[-1])])
 
-    def of_block(chunk: NDArray[np.int64]) -> list[dict[str, Any]]:
-        block = Block(fetcher, chunk)
-        return [_of(block, sample, names) for sample in chunk.tolist()]
+    with contextlib.closing(Fetcher(index, cache=None)) as fetcher:
 
-    try:
+        def of_block(chunk: NDArray[np.int64]) -> list[dict[str, Any]]:
+            block = Block(fetcher, chunk)
+            return [_of(block, sample, names) for sample in chunk.tolist()]
+
         for rows in ordered_map(of_block, np.split(samples, cuts), width=2 * max(int(cpus()), 1)):
             yield from rows
-    finally:
-        fetcher.close()
 
 
 def _of(block: Block, sample: int, names: Sequence[str]) -> dict[str, Any]:
     from eagleray.data.decode import decode
 
-    try:
+    with contextlib.suppress(BadImage):
         data = block.bytes(sample)
         image = of_pixels(np.ascontiguousarray(decode(data).permute(1, 2, 0).numpy()), len(data))
-    except BadImage:
-        return {}
-    return {column: value for name in names for column, value in MEASURES[name][0](image).items()}
+        return {column: value for name in names for column, value in MEASURES[name][0](image).items()}
+    return {}
 
 
 def of_pixels(rgb: NDArray[np.uint8], size: int) -> Image:

@@ -1,5 +1,6 @@
 """Write one shard from its items. The same options and items give the same bytes in any process."""
 
+import contextlib
 import io
 import json
 import tempfile
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eagleray.base.errors import UserError
+from eagleray.base.files import writing
 from eagleray.data.channels import read_channels
 from eagleray.data.costs import BadImage
 from eagleray.data.file_names import to_text
@@ -40,7 +41,7 @@ NOTES = ".prepare"  # folder in the destination that records what is done; it is
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # its tag is a `content_tag`; a size of 0 means that no image was left and there is no file
+    blob: Blob  # the tag is a `content_tag`; a size of 0 means that no image was left and there is no file
     ends: str  # a checksum of its ends
     rows: pa.Table  # STORED
     stats: ImageStats
@@ -141,10 +142,8 @@ def shrink_to_jpeg(pixels: "Tensor", height: int, width: int) -> bytes:
 
 def put(url: str, source: Path) -> None:
     """Store a local file under a URL. Raises UserError when it cannot be written."""
-    try:
+    with writing(url):
         store.store(url).put(url, source, patience=PATIENCE)
-    except OSError as e:
-        raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
 
 
 def put_bytes(url: str, data: bytes) -> None:
@@ -162,6 +161,13 @@ def put_table(url: str, table: pa.Table) -> None:
         put(url, Path(file.name))
 
 
+def get_table(url: str) -> pa.Table | None:
+    """Return the table that `put_table` stored under a URL; None if it is missing or damaged."""
+    with contextlib.suppress(FileNotFoundError, pa.ArrowException):
+        return pq.read_table(pa.BufferReader(store.store(url).get(url)))
+    return None
+
+
 def note_name(number: int) -> str:
     """Return the file name of a shard's note."""
     return f"shard-{number:06d}.parquet"
@@ -177,16 +183,16 @@ def write_note(url: str, note: ShardNote, plan: str) -> None:
 
 def read_note(url: str, plan: str) -> ShardNote | None:
     """Read the note that `write_note` wrote under a plan; None if it is missing, damaged or of another plan."""
+    table = get_table(url)
+    if table is None:
+        return None
     try:
-        table = pq.read_table(pa.BufferReader(store.store(url).get(url)))
         about = json.loads(table.schema.metadata[b"part"])
         if about["plan"] != plan:
             return None
         blob = Blob(about["url"], about["size"], about["tag"])
         return ShardNote(blob, str(about["ends"]), table.cast(STORED), ImageStats.from_json(about["census"]))
-    except (FileNotFoundError, pa.ArrowException, KeyError, TypeError, ValueError) as e:
-        if isinstance(e, UserError):
-            raise
+    except (pa.ArrowException, KeyError, TypeError, ValueError):
         return None
 
 

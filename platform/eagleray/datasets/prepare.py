@@ -18,22 +18,21 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagleray.base.errors import Busy, UserError
-from eagleray.base.files import lock_folder
+from eagleray.base.errors import Busy, UserError, explained
+from eagleray.base.files import NO_JSON, lock_folder, writing
 from eagleray.data import index, index_file
 from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets import card
 from eagleray.datasets.assignment import ShardAssignment, cut_evenly
 from eagleray.datasets.catalogue import SOURCES, find
 from eagleray.datasets.dedup import HashTask, first_copies
-from eagleray.datasets.pack import NOTES, PackTask, note_name, put_table, read_note
+from eagleray.datasets.pack import NOTES, PackTask, get_table, note_name, put_table, read_note
+from eagleray.datasets.shards import check_empty
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import BATCH, table
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Read, SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, Read, SourceFiles
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 from eagleray.storage.ordered_map import ordered_map
@@ -125,7 +124,7 @@ class TaskPasses:
     run: Run
     note: Callable[[str], None]
     tick: Tick
-    plan: str  # its digest
+    plan: str  # digest of the plan
 
     @property
     def notes(self) -> str:
@@ -217,16 +216,14 @@ def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, A
         plan = {"options": done.get("options"), "done": True}
     else:
         url = f"{options.destination}/{NOTES}/plan.json"
-        try:
-            plan = json.loads(bytes(store.store(url).get(url)))
-            plan = {name: plan[name] for name in ("options", "done", "classes", "items")}
-        except FileNotFoundError:
-            _check_empty(options.destination)
+        text = store.find(url)
+        if text is None:
+            check_empty(options.destination)
             return None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            if isinstance(e, UserError):
-                raise
-            raise UserError(f"{url}: damaged; delete {options.destination}, and the same command begins again") from e
+        again = f"{url}: damaged; delete {options.destination}, and the same command begins again"
+        with explained(again, *NO_JSON, why=False):
+            plan = json.loads(text)
+            plan = {name: plan[name] for name in ("options", "done", "classes", "items")}
     if not isinstance(plan["options"], dict):
         raise UserError(
             f"{options.destination}: its shards were not written by `eagleray prepare`; give another folder"
@@ -248,11 +245,6 @@ def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, A
 
 def _setting(name: str, value: Any) -> str:
     return f"{name} {value}" if value or name == "--seed" else f"no {name}"
-
-
-def _check_empty(destination: str) -> None:
-    if any(is_shard(b.url) for b in files.list_folder(destination + "/")):
-        raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
 
 
 def _check_shards(destination: str, shards: int) -> None:
@@ -283,10 +275,8 @@ def _write_plan(
     plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}
     url = f"{options.destination}/{NOTES}/plan.json"
     put_table(f"{options.destination}/{NOTES}/{name}", items)
-    try:
+    with writing(url):
         store.store(url).create(url, json.dumps(plan).encode())  # one of two commands at once makes it
-    except OSError as e:
-        raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None
     return _present(_read_plan(options, identity), options.destination)
 
 
@@ -318,11 +308,11 @@ def _present(thing: T | None, destination: str) -> T:
 
 def _load(url: str) -> pa.Table:
     """Return the table that `put_table` stored. Raises UserError when it is damaged."""
-    try:
-        return pq.read_table(pa.BufferReader(store.store(url).get(url)))
-    except (FileNotFoundError, pa.ArrowException):
+    table = get_table(url)
+    if table is None:
         folder = store.parent(store.parent(url))
-        raise UserError(f"{url}: damaged; delete {folder}, and the same command begins again") from None
+        raise UserError(f"{url}: damaged; delete {folder}, and the same command begins again")
+    return table
 
 
 def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
@@ -355,7 +345,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Write the index and the card from the notes of the shards, without reading an image again; delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
-    _read_plan(options, identity)  # it may have become another command's
+    _read_plan(options, identity)  # the plan may be another command's by now
     urls = [f"{options.destination}/{NOTES}/{note_name(n)}" for n in range(shards)]
     for intact in ordered_map(lambda url: read_note(url, _digest(identity)), urls):
         note = _present(intact, options.destination)

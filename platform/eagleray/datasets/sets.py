@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from eagleray.datasets.sources import (
-    caltech_101,
     folder,
     image_lists,
     imagenet,
-    imagenet_subsets,
     matlab_sets,
     openimages,
     parquet,
@@ -16,8 +14,7 @@ from eagleray.datasets.sources import (
     ucf101,
     webdataset,
 )
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import OWN, Dataset, Source, SourceFiles
+from eagleray.datasets.sources.source import OWN, Dataset, PrepareOptions, Source, SourceFiles
 
 IMAGENET = "ImageNet terms of access: non-commercial research and education only"
 RESEARCH = "published for research; no formal licence"
@@ -45,10 +42,10 @@ def _set(
 def _subset(name: str, short: str, splits: Mapping[str, int], chosen: str) -> Source:
     """Return a subset of ImageNet-1k whose classes are those of the papers `chosen`."""
     return _set(
-        imagenet_subsets.imagenet_subset,
+        imagenet.imagenet_subset,
         name.replace("imagenet", "ImageNet"),
         short=short,
-        classes=len(imagenet_subsets.CLASSES[name]),
+        classes=len(imagenet.CLASSES[name]),
         splits=splits,
         obtain="Download ImageNet-1k, of which it is a part",
         contents=f"the files of `imagenet-1k`; the classes are those of {chosen}",
@@ -82,7 +79,7 @@ SHIPPED: dict[str, Source] = {
         unlabelled=("test",),
         obtain="Download ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
         "image-net.org/download-images",
-        contents="[the tars, or class folders](prepare.md#sources)",
+        contents="[the tars, or class folders](images.md#public-and-large-sets)",
         licence=IMAGENET,
         options=("labels",),
     ),
@@ -207,7 +204,7 @@ SHIPPED: dict[str, Source] = {
         licence="images under the terms of Flickr",
     ),
     "caltech-101": _set(
-        caltech_101.caltech_101,
+        folder.caltech_101,
         "Caltech-101",
         short="caltech101",
         classes=102,

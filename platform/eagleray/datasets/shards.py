@@ -9,7 +9,9 @@ from pathlib import Path
 from PIL import Image
 
 from eagleray.base.errors import UserError
+from eagleray.base.files import writing
 from eagleray.data.index import write_index
+from eagleray.datasets.sources import files
 from eagleray.storage import store
 from eagleray.storage.shard_names import is_shard
 
@@ -33,7 +35,7 @@ def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZ
     when there is no sample.
     """
     destination = store.absolute(destination).rstrip("/")
-    _check_empty(destination)
+    check_empty(destination)
     shards = count = 0
     for group in _groups(samples, size):
         _write(group, f"{destination}/shard-{shards:06d}.tar")
@@ -51,13 +53,10 @@ def encode(picture: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def _check_empty(destination: str) -> None:
-    try:
-        if any(is_shard(b.url) for b in store.store(destination).list(destination + "/")):
-            raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
-    except UserError:
-        if store.may_exist(destination):
-            raise
+def check_empty(destination: str) -> None:
+    """Raise UserError when a folder holds shards already."""
+    if any(is_shard(b.url) for b in files.list_folder(destination + "/")):
+        raise UserError(f"{destination}: holds shards already; give another folder, or delete them first")
 
 
 def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
@@ -83,7 +82,5 @@ def _write(group: list[Sample], url: str) -> None:
                 label = {} if s.label is None else {"cls": str(s.label).encode()}
                 tar.write({"__key__": s.key, s.extension: s.data, **label})
         file.flush()
-        try:
+        with writing(url):
             store.store(url).put(url, Path(file.name))
-        except OSError as e:
-            raise UserError(f"{url}: cannot be written: {e.strerror or e}") from None

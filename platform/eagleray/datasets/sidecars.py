@@ -8,8 +8,8 @@ import contextlib
 import io
 import itertools
 import json
-import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, cast
@@ -179,14 +179,9 @@ def value_of(value: Any, kind: str) -> tuple[Any, str]:
         return None, f"expected {kind}"
     if kind == "text" and (len(value) > LONGEST or not _is_unicode(value)):
         return None, f"expected at most {LONGEST} characters of Unicode"
-    if kind == "number":
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-        if not math.isfinite(value):
-            return None, "expected a finite number"
-    return value, ""
+    if kind == "number" and not abs(value) <= sys.float_info.max:
+        return None, "expected a finite number"
+    return (float(value) if kind == "number" else value), ""
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""List the protocols that fine-tune detectors and segmenters, and those on videos.
+"""List the protocols that fine-tune detectors and segmenters, and the one on videos.
 
 A class imports the module that computes its numbers when it runs, so that light commands know all settings."""
 
@@ -9,27 +9,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from eagleray.protocols.needs import Folder
 from eagleray.protocols.outcome import Outcome
-from eagleray.protocols.protocol import Listed, Protocol, Workspace
+from eagleray.protocols.protocol import Listed, Protocol, SizedProtocol, Workspace
 
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
-
-
-class VideoPicture(Protocol[Path]):
-    """Pictures of the attention and of the components of the patches in the frames of a video."""
-
-    about = "attention and principal components of the frames of a video, as a strip and an animation"
-    size: PositiveInt = 320  # short side of the frames, in pixels
-    limit: PositiveInt = 100  # frames, evenly spread
-    rate: PositiveInt = 12  # frames a second of the animation
-
-    def data(self) -> Folder:
-        return Folder("frames")
-
-    def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
-        from eagleray.dense.video.pictures import video
-
-        return video(backbone, data, self, workspace)
 
 
 class Detection(Protocol[Path]):
@@ -48,20 +31,16 @@ class Detection(Protocol[Path]):
         return detection(backbone, data, self, workspace)
 
 
-class Positives(Protocol[Path]):
+class Positives(SizedProtocol[Path]):
     """Count the neighbours of a patch that show the same objects, and those of them that are most similar to it."""
 
     about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
+    patches = True
     size: PositiveInt = 224
     chosen: Annotated[int, Field(ge=1, le=8)] = 4  # most similar neighbours that count
 
     def data(self) -> Folder:
         return Folder("coco")
-
-    def check(self, backbone: "Backbone") -> None:
-        from eagleray.protocols.eval_mode import check_patches
-
-        check_patches(backbone, self.size)
 
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
         from eagleray.dense.detection.positives import positives
@@ -93,11 +72,12 @@ class Segmentation(Protocol[Path]):
         return segmentation(backbone, data, self, workspace)
 
 
-class Davis(Protocol[Path]):
+class Davis(SizedProtocol[Path]):
     """Object masks of a video's first frame, propagated by the similarity of patches."""
 
     about = "object masks propagated through videos, without training"
     ranks = True
+    patches = True
     split: str = "val"
     size: PositiveInt = 480  # short side of the frames, in pixels
     n_last_frames: NonNegativeInt = 7  # the last frames, which pass on their masks beside the first
@@ -107,11 +87,6 @@ class Davis(Protocol[Path]):
     def data(self) -> Folder:
         return Folder("davis")
 
-    def check(self, backbone: "Backbone") -> None:
-        from eagleray.protocols.eval_mode import check_patches
-
-        check_patches(backbone, self.size)
-
     def run(self, backbone: "Backbone", data: Path, workspace: Workspace) -> Outcome:
         from eagleray.dense.video.davis import davis
 
@@ -119,7 +94,6 @@ class Davis(Protocol[Path]):
 
 
 SHIPPED = {
-    "video": Listed(VideoPicture),
     "detection": Listed(Detection),
     "positives": Listed(Positives),
     "segmentation": Listed(Segmentation),

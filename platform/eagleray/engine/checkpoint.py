@@ -17,15 +17,29 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eagleray.base.contexts import on_error
 from eagleray.base.errors import Outage, Superseded, UserError
 from eagleray.base.files import atomic_path, file_lock, make_folder, write_atomic
-from eagleray.engine.checkpoint_names import epoch_of, last_epoch, names_in, order, stem, step_name, step_of
-from eagleray.engine.host_copy import HostCopy
-from eagleray.engine.serialise import NOT_NUMBERS, ruined, serialise, sha256
-from eagleray.engine.stored_file import agrees, fetch, flush, parse_manifest, pieces, sha256_of
+from eagleray.engine.checkpoint_files import (
+    agrees,
+    epoch_of,
+    fetch,
+    flush,
+    last_epoch,
+    names_in,
+    order,
+    parse_manifest,
+    pieces,
+    sha256,
+    sha256_of,
+    stem,
+    step_name,
+    step_of,
+)
+from eagleray.engine.serialise import NOT_NUMBERS, HostCopy, ruined, serialise
 from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import MissingFile
 from eagleray.storage.retry import PATIENCE
-from eagleray.storage.s3 import MissingFile
 from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
@@ -63,6 +77,7 @@ class Writer:
         self._problem: Exception | None = None
         self._warned: set[str] = set()
         self.best: int | None = None  # a step whose newest checkpoint is kept, too
+        self.stays: Callable[[int], bool] = lambda step: False  # the same of other steps
 
     @property
     def busy(self) -> bool:
@@ -122,14 +137,10 @@ class Writer:
             self._verify(part, f"{self.url}/{name}.pt", manifest)
             self.first()
             self.guard()
-        try:
+        with on_error(path.unlink), on_error(lambda: manifest_path.unlink(missing_ok=True)):
             write_atomic(manifest_path, json.dumps(manifest))  # also flushes the name of the checkpoint
             if self.copies:
                 store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
-        except BaseException:
-            manifest_path.unlink(missing_ok=True)
-            path.unlink()
-            raise
 
     def store_file(self, path: Path) -> dict[str, Any]:
         """Store a file that was written below `scratch`, and return its size and checksum."""
@@ -150,15 +161,17 @@ class Writer:
             raise OSError(f"{url}: what was read back differs from what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete all checkpoints but the `keep` newest that count, of which `newest` is the last.
+        """Delete all checkpoints but those of steps that stay and the `keep` newest that count, of which `newest` is
+        the last.
 
         A checkpoint of a later step is deleted too. It must be damaged, or the run would have continued from it. One of
         a later epoch is another writer's, and stays.
         """
         self.guard()
         blobs = blobs_of(self.url, self.patience)
-        names = {newest, *[n for n in names_in(blobs) if order(n) < order(newest)][: self.keep - 1]}
-        names |= set([n for n in names_in(blobs) if step_of(n) == self.best][:1])
+        older = [n for n in names_in(blobs) if order(n) < order(newest)]
+        staying = [n for n in reversed(older) if step_of(n) == self.best or self.stays(step_of(n))]
+        names = {newest, *older[: self.keep - 1], *{step_of(n): n for n in staying}.values()}  # the newest of each
         for url in sorted(blobs):  # a manifest before its checkpoint
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)
@@ -206,21 +219,21 @@ def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
     return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
 
 
-class Listing(NamedTuple):
+class CheckpointListing(NamedTuple):
     """The files that one rank has found in the folder of checkpoints, for the others."""
 
     blobs: dict[str, Blob]  # all files by URL
     manifests: dict[str, bytes]  # the content of those of the newest checkpoints in a store, by URL
 
 
-def listing(url: str | Path, patience: float = PATIENCE) -> Listing:
+def listing(url: str | Path, patience: float = PATIENCE) -> CheckpointListing:
     """Return the files of all checkpoints. Raises UserError and Outage when the store cannot be read."""
     url, blobs = _url(url), blobs_of(url, patience)
     manifests: dict[str, bytes] = {}
     for path in [] if folder_of(url) else [f"{url}/{name}.json" for name in names_in(blobs)[:NEWEST]]:
         with contextlib.suppress(MissingFile):  # deleted since it was listed
             manifests[path] = b"".join(pieces(blobs[path], patience))
-    return Listing(blobs, manifests)
+    return CheckpointListing(blobs, manifests)
 
 
 def newest(
@@ -229,7 +242,7 @@ def newest(
     *,
     patience: float = PATIENCE,
     whole: bool = True,
-    listed: Listing | None = None,
+    listed: CheckpointListing | None = None,
 ) -> dict[str, Any] | None:
     """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
 
@@ -238,7 +251,7 @@ def newest(
     Raises UserError and Outage when the store cannot be read.
     """
     url = _url(url)
-    listed = listed or Listing(blobs_of(url, patience), {})
+    listed = listed or CheckpointListing(blobs_of(url, patience), {})
     for name in names_in(listed.blobs):
         path = _local_file(name, url, listed, _scratch(url, scratch), patience)
         if path:
@@ -320,7 +333,7 @@ def _delete(url: str) -> None:
         store(url).delete(url)
 
 
-def _local_file(name: str, url: str, listed: Listing, scratch: Path, patience: float) -> Path | None:
+def _local_file(name: str, url: str, listed: CheckpointListing, scratch: Path, patience: float) -> Path | None:
     """Return the local file of a checkpoint, or None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
     if scratch == folder_of(url):

@@ -1,16 +1,15 @@
-"""Compile the backbones of a method with torch.compile, where a compiler is at hand."""
+"""Compile the backbones and heads of a method with torch.compile, where a compiler is at hand."""
 
-import importlib.util
-import os
-import shutil
 from typing import Literal
 
 import torch
 from torch import nn
 
+from eagleray.base.compilers import missing_compiler
 from eagleray.base.devices import is_accelerator
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
+from eagleray.models.heads import PrototypeHead
 
 # Of a compiled function, one for each model and each list of sizes: torch's 8 would leave the ninth uncompiled.
 VERSIONS = 64
@@ -28,20 +27,10 @@ def compiles(choice: Literal["auto"] | bool, device: torch.device) -> bool:
     return choice is True or (choice == "auto" and is_accelerator(device) and not lacks)
 
 
-def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks for a device: a C++ compiler for a CPU, Triton and a C compiler for others."""
-    if not is_accelerator(device):
-        compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-        return None if any(map(shutil.which, compilers)) else "a C++ compiler (" + " or ".join(compilers) + ")"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton (the package triton)"
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    return None if any(map(shutil.which, compilers)) else "a C compiler (" + " or ".join(compilers) + ")"
-
-
 def compile_backbones(method: nn.Module) -> None:
-    """Let every backbone of a method run compiled while it trains; parameters and buffers keep their names."""
+    """Let every backbone of a method, and every head of prototypes, run compiled while it trains; parameters and
+    buffers keep their names."""
     torch._dynamo.config.recompile_limit = VERSIONS
     for part in method.modules():
-        if isinstance(part, Backbone):
+        if isinstance(part, Backbone | PrototypeHead):
             part.compiled = True

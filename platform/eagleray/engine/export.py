@@ -1,9 +1,8 @@
 """Exports a backbone to a safetensors file, which a new process loads and compares before the file is kept.
 
-timm loads the file where timm can build the backbone; otherwise this package does.
+timm loads its folder where timm can build the backbone; otherwise this package does.
 """
 
-import ast
 import copy
 import json
 import subprocess
@@ -19,33 +18,33 @@ from safetensors.torch import load_file, save_file
 
 from eagleray import config
 from eagleray.base import child
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.base.files import durable_path, write_atomic
 from eagleray.config import plugins
-from eagleray.engine.export_files import FILE
-from eagleray.models import vit
-from eagleray.models.backbone import ANY_SIZE, Backbone, check_option
+from eagleray.engine.export_files import CONFIG, FILE
+from eagleray.models import variants
+from eagleray.models.backbone import ANY_SIZE, Backbone
 from eagleray.models.network import Network
 from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # relative to the largest output
 
-# Runs in a new process. What describes the model comes as JSON and is never run as code.
+# Runs in a new process. It is a constant; what describes the model lies in files and is never run as code.
 CHECK = """
-import json, sys, torch
-call, probe, *plugin = sys.argv[1:]
-call = json.loads(call)
+import sys, torch
+from pathlib import Path
+folder, probe, ours, *plugin = sys.argv[1:]
 torch.set_num_threads(1)
 if plugin:
-    from pathlib import Path
     from eagleray.config import plugins
     plugins.load(plugin[0], Path(plugin[1]))
-if call["function"] == "timm.create_model":
-    import timm
-    model = timm.create_model(*call["arguments"], **call["keywords"])
+if ours:  # the folder of our package, which need not be installed
+    sys.path.append(ours)
+    from eagleray.engine.export import read_export
+    model = read_export(Path(folder, "backbone.safetensors")).backbone
 else:
-    import eagleray
-    model = eagleray.load(*call["arguments"])
+    import timm
+    model = timm.create_model("local-dir:" + folder, pretrained=True)
 x, want = torch.load(probe, weights_only=True)
 with torch.inference_mode():
     out = model.eval()(x)
@@ -60,34 +59,35 @@ def to_timm(
     preprocessing: Preprocessing | None = None,
     origin: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write `backbone.safetensors` and `backbone.json`, which describes how to create the model.
+    """Write `backbone.safetensors`, `backbone.json`, which describes how to create the model, and `config.json`, from
+    which timm creates it, wherever timm can build the model.
 
-    A new process loads the file with the line of `snippet`, which is plain timm wherever timm can build the model. The
-    line also tells timm the `preprocessing` of images, where it is known. `origin` are digests of what the weights come
-    from, which the description keeps. Raises UserError when the outputs differ.
+    A new process loads the folder with the line of `snippet`. timm also learns the `preprocessing` of images, where it
+    is known. `origin` are digests of what the weights come from, which the description keeps. Raises UserError when the
+    outputs differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
-    description = describe(network)
+    description = describe(network) | {"network": keys_of(network), "features": backbone.dim}
+    files = {path.with_suffix(".json").name: description}
     if preprocessing:
         description["preprocessing"] = preprocessing.plain()
-        if "timm" in description:
-            description["options"] = any_size(backbone, network, preprocessing.size) | description["options"]
-    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # timm reads the format off the suffix
-        save_file(state, part)
-        beside = part.with_suffix(".json")  # a new process looks for the description here
-        try:
-            beside.write_text(json.dumps(description))
-            part.chmod(beside.stat().st_mode)  # the umask decides; safetensors lets nobody else read
-            difference = compare(backbone, description, part)
-        finally:
-            beside.unlink(missing_ok=True)
+    if "timm" in description:
+        own = any_size(backbone, network)
+        files[CONFIG] = timm_config(backbone, network, own | description["options"], preprocessing)
+        if preprocessing and own and own["img_size"] != [preprocessing.size] * 2:
+            description["options"] = own | description["options"]
+    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # the next one overwrites what is left
+        save_file(state, part, {"format": "pt"})
+        difference = compare(backbone, files, part)
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
-    description |= {"network": keys_of(network), "features": backbone.dim, "difference": difference}
+    description["difference"] = difference
     description |= {"origin": dict(origin)} if origin else {}
-    write_atomic(path.with_suffix(".json"), json.dumps(description, indent=1))
+    for name, content in files.items():
+        write_atomic(folder / name, json.dumps(content, indent=1))
+    path.chmod(path.with_suffix(".json").stat().st_mode)  # safetensors lets nobody else read what it writes
     return path
 
 
@@ -95,7 +95,9 @@ def describe(network: Network) -> dict[str, Any]:
     """Return the name and options of a `timm` model or, if timm cannot build the network, the arguments of Backbone."""
     ours = timm.model_entrypoint(network.name.partition(".")[0]).__module__.startswith("eagleray.")
     if network.norm == network.stem == network.patch_norm == "timm" and not ours:
-        arguments = [vit.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))]
+        arguments = [
+            variants.ARGUMENTS.get(key, {}) for key in (("position", network.position), ("pool", network.pool))
+        ]
         return {"timm": network.name, "options": {**arguments[0], **arguments[1], **network.options}}
     return {"backbone": keys_of(network)}
 
@@ -106,13 +108,23 @@ def keys_of(network: Network) -> dict[str, Any]:
     return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 
 
-def any_size(backbone: Backbone, network: Network, size: int) -> dict[str, Any]:
-    """Return the arguments with which timm's model takes images of this size, where it is not the model's own."""
+def any_size(backbone: Backbone, network: Network) -> dict[str, Any]:
+    """Return the arguments with which timm's model has its own size of image and takes others; none where any size is
+    its own."""
     own = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None)
-    if own is None or tuple(own) == (size, size):
-        return {}
     family = timm.model_entrypoint(network.name.partition(".")[0]).__module__.rpartition(".")[2]
-    return {"img_size": list(own)} | ANY_SIZE.get(family, {})
+    return {"img_size": list(own)} | ANY_SIZE.get(family, {}) if own else {}
+
+
+def timm_config(
+    backbone: Backbone, network: Network, arguments: Mapping[str, Any], preprocessing: Preprocessing | None
+) -> dict[str, Any]:
+    """Return the content of the `config.json` from which timm creates a model with these arguments."""
+    name = {"architecture": network.name.partition(".")[0], "num_classes": 0}
+    known = getattr(backbone.model, "pretrained_cfg", {})  # some models are built for their own size of image alone
+    own = {key: known[key] for key in ("input_size", "fixed_input_size") if known.get(key)}
+    about = name | own | (preprocessing.timm() if preprocessing else {})
+    return {**name, "num_features": backbone.dim, "model_args": dict(arguments), "pretrained_cfg": about}
 
 
 class Export(NamedTuple):
@@ -126,36 +138,38 @@ class Export(NamedTuple):
 def read_export(path: Path) -> Export:
     """Read an export, created as the backbone.json beside it says. Raises UserError."""
     beside = path.with_suffix(".json")
-    try:
+    unlike = OSError, ValueError, KeyError, AttributeError
+    with explained(f"{beside}: not a description written by `eagleray export`", *unlike):
         description = json.loads(beside.read_text())
         keys = description.get("network") or description["backbone"]
-    except (OSError, ValueError, KeyError, AttributeError) as e:
-        raise UserError(f"{beside}: not a description written by `eagleray export` ({type(e).__name__})") from None
     network = config.check(Network, keys, str(beside))
     known = description.get("preprocessing")
     preprocessing = config.check(Preprocessing, known, str(beside)) if known else None
     backbone = Backbone(**keys_of(network))
-    try:
+    with explained(f"{path}: cannot be loaded", OSError, SafetensorError, RuntimeError):
         backbone.model.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as e:
-        raise UserError(f"{path}: cannot be loaded: {' '.join(str(e).split())[:200]}") from None
     return Export(backbone.eval(), network, preprocessing)
 
 
-def compare(backbone: Backbone, description: dict[str, Any], weights: Path) -> float:
-    """Return the largest difference of a new process's outputs from ours, relative to the largest output."""
+def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights: Path) -> float:
+    """Return the largest difference of a new process's outputs from ours, relative to the largest output. `files` are
+    the contents of those beside the weights."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, backbone.channels, *size, generator=torch.Generator().manual_seed(0))
-    call = load_call(description, weights)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        (folder := Path(scratch) / "export").mkdir()
+        (folder / FILE).symlink_to(weights.absolute())
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
         # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
         want = Backbone._pooled(copy.deepcopy(backbone).cpu().eval(), x)
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
-        plugin = plugins.plugin_of(description.get("timm", ""), "backbone")
+        plugin = plugins.plugin_of(files.get(CONFIG, {}).get("architecture", ""), "backbone")
         for sources in plugins.pack([plugin] if plugin else []).values():
             plugins.write(Path(scratch), sources)
         of_plugin = [plugin.name, scratch] if plugin else []
-        done = run_check([json.dumps(call), str(probe), *of_plugin])
+        ours = "" if CONFIG in files else str(Path(__file__).parents[2])
+        done = run_check([str(folder), str(probe), ours, *of_plugin])
     if done.returncode:
         raise UserError(f"{weights}: cannot be loaded: {child.words(done)}")
     return float(done.stdout.split()[-1])
@@ -168,24 +182,6 @@ def run_check(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def snippet(folder: Path) -> str:
     """Return one line of Python that loads the export in a folder."""
-    call = load_call(json.loads((folder / FILE).with_suffix(".json").read_text()), folder / FILE)
-    return str(ast.unparse(call_expression(**call)))
-
-
-def load_call(description: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the function, arguments and keywords that load a file of weights with this description. Raises UserError
-    for an option that is no argument of a model."""
-    if "timm" not in description:
-        return {"function": "eagleray.load", "arguments": [str(file)], "keywords": {}}
-    for name in description["options"]:
-        check_option(name)
-    keywords = {"num_classes": 0, "checkpoint_path": str(file)} | description["options"]
-    if known := description.get("preprocessing"):
-        keywords["pretrained_cfg_overlay"] = config.check(Preprocessing, known, str(file)).timm()
-    return {"function": "timm.create_model", "arguments": [description["timm"]], "keywords": keywords}
-
-
-def call_expression(function: str, arguments: list[Any], keywords: dict[str, Any]) -> ast.Call:
-    """Return a call as a syntax tree, from which Python quotes every value by itself."""
-    values = [ast.keyword(arg=name, value=ast.Constant(value)) for name, value in keywords.items()]
-    return ast.Call(ast.parse(function, mode="eval").body, [ast.Constant(a) for a in arguments], values)
+    if "timm" in json.loads((folder / FILE).with_suffix(".json").read_text()):
+        return f"timm.create_model({f'local-dir:{folder}'!r}, pretrained=True)"
+    return f"eagleray.load({str(folder / FILE)!r})"

@@ -6,7 +6,8 @@ from pathlib import Path
 from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
-HEADS = "heads.safetensors"  # what else the method has, beside FILE
+CONFIG = "config.json"  # timm creates the model from it
+HEADS = "heads.safetensors"  # the other parts of the method
 
 
 def export_in(source: str | os.PathLike[str]) -> Path | None:

@@ -7,7 +7,7 @@ from itertools import starmap
 import torch
 from torch import Tensor, nn
 
-from eagleray.base import dist, shards
+from eagleray.base import dist
 from eagleray.base.errors import PluginError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
@@ -19,7 +19,7 @@ from eagleray.models.queue import Memory
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one optimiser step. P trainable tensors."""
+    """The result of one optimiser step. P is the number of trainable tensors."""
 
     at: Progress
     batch: Batch
@@ -160,7 +160,7 @@ def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor
 
     The limit holds for the norm of all gradients together or, with `each`, for the norm of every tensor alone (DINO).
     """
-    norms, grads = shards.norms(grads), shards.local(grads)
+    norms, grads = dist.norms(grads), dist.local(grads)
     if limit is not None:
         norm = torch.linalg.vector_norm(norms)
         factors = (limit / ((norms if each else norm.expand_as(norms)) + 1e-6)).clamp(max=1.0)

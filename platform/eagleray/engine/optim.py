@@ -10,8 +10,8 @@ import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
+from eagleray.base.dist import norms
 from eagleray.base.errors import UserError
-from eagleray.base.shards import norms
 from eagleray.engine.sharded import divide_groups, follow
 from eagleray.models.backbone import Backbone
 

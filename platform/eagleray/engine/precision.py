@@ -1,18 +1,21 @@
-"""The number format of a training step: float32, bfloat16, or float16 with a scaled loss (Micikevicius et al. 2018,
-arXiv:1710.03740).
+"""How exactly a run computes: the number format of a step, which is float32, bfloat16, or float16 with a scaled loss
+(Micikevicius et al. 2018, arXiv:1710.03740), and PyTorch's switches for a whole process.
 
-Parameters, gradients and moments are float32 in each of them; PyTorch's autocast picks the operations that are not.
+Parameters, gradients and moments are float32 in each format; autocast picks the operations that are not.
 """
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 
+from eagleray.base.dist import local
 from eagleray.base.errors import UserError
-from eagleray.base.shards import local
-from eagleray.config.types import Format
+from eagleray.config.types import NO_FP16, Format
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -29,7 +32,7 @@ def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
     if choice == "auto":
         choice = "fp32" if device.type == "cpu" else "bf16" if has_bfloat16(device) else "fp16"
     elif choice == "fp16" and device.type == "cpu":
-        raise UserError("precision=fp16: a CPU trains in fp32 or, more slowly, in bf16; expected auto, fp32 or bf16")
+        raise UserError(NO_FP16)
     elif choice == "bf16" and not has_bfloat16(device):
         raise UserError(f"precision=bf16: this {device.type} device has no bfloat16; expected auto, fp16 or fp32")
     return DTYPES[choice]
@@ -105,3 +108,56 @@ class Precision:
         """Continue with the scale of a checkpoint. One of a run in another precision has none."""
         for name in state if self.scaled else ():
             getattr(self, name).copy_(state[name])
+
+
+@contextlib.contextmanager
+def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
+    """Set the switches for a run, and set them back at its end.
+
+    On an accelerator, products and convolutions of float32 numbers use TF32, with 10 bits after the point instead of
+    23, unless the whole run is in fp32. With `deterministic`, every operation gives the same bits each time. Raises
+    UserError when an operation of the run cannot.
+    """
+    matmul, convolution = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # on a CPU "high" means another format
+    try:
+        if accelerator:
+            tf32 = precision.dtype != torch.float32
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            cudnn.allow_tf32 = tf32
+            cudnn.benchmark = True  # picks a convolution's algorithm by a measurement, once for each shape
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+            torch.use_deterministic_algorithms(True)
+            cudnn.benchmark = False
+        yield
+    except RuntimeError as e:
+        if deterministic and "CUBLAS_WORKSPACE_CONFIG" in str(e):
+            raise UserError(
+                "deterministic=true: this process has multiplied on the GPU before, so that cuBLAS cannot be switched "
+                "any more; begin in a new process, or set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
+            ) from e
+        operation, separator, _ = str(e).partition(" does not have a deterministic implementation")
+        if not (deterministic and separator):
+            raise
+        raise UserError(f"deterministic=true: PyTorch computes {operation} in no fixed order on this device") from e
+    finally:
+        if accelerator:
+            torch.set_float32_matmul_precision(matmul)
+            cudnn.allow_tf32 = convolution
+        if deterministic:
+            torch.use_deterministic_algorithms(repeatable, warn_only=warn_only)
+        cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute products of float32 numbers in float32, within a run as `eagleray evaluate` does without one."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
 
 from eagleray.base.errors import UserError
-from eagleray.engine.stored_file import METADATA, SHARD_FILE
+from eagleray.engine.checkpoint_files import METADATA, SHARD_FILE
 
 
 def read(folder: Path, targets: Mapping[str, Tensor]) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.base import dist
+from eagleray.base.dist import local, own_rows, sharded
 from eagleray.base.errors import UserError
-from eagleray.base.shards import local, own_rows, sharded
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import momentum_copies
@@ -89,7 +89,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for i, values in state["state"].items():
             p = whole[i]
             where = (p.device_mesh, p.placements)
-            state["state"][i] = {  # all but the number of steps
+            state["state"][i] = {  # the number of steps is no tensor of rows
                 name: DTensor.from_local(x, *where, run_check=False, shape=p.shape, stride=p.stride()) if x.ndim else x
                 for name, x in values.items()
             }

@@ -18,13 +18,13 @@ import torch.distributed as td
 from torch import Tensor
 
 from eagleray.base import dist
-from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.base.dist import sharded
+from eagleray.base.errors import Outage, UserError, explained
 from eagleray.base.files import sync_folder
-from eagleray.base.shards import sharded
+from eagleray.engine.checkpoint_files import METADATA
 from eagleray.engine.serialise import NOT_NUMBERS, ruined
 from eagleray.engine.sharded import Path as Keys
 from eagleray.engine.sharded import replace, tensors
-from eagleray.engine.stored_file import METADATA
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
@@ -39,10 +39,8 @@ def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a state with the values of its sharded tensors, whole, from the folder of a checkpoint.
 
     Raises UserError and OSError."""
-    try:
+    with explained(f"{folder}: its tensors cannot be held", RuntimeError):
         targets = {keys: torch.empty_like(x, device="cpu") for keys, x in tensors(state) if x.is_meta}
-    except RuntimeError as e:
-        raise UserError(f"{folder}: its tensors cannot be held: {one_line(e)}") from None
     if targets:
         read_rows(folder, targets)
     for keys, x in targets.items():
@@ -69,7 +67,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
         self.folder, self.settle, self.scratch = folder, settle, scratch
-        self.group: Any = dist.host_group()  # its own: it is used while the training step uses the others
+        self.group: Any = dist.host_group()  # a separate group, because saving overlaps with training
         self._thread: threading.Thread | None = None
         self._ruined: list[str] = []  # tensors of the rows on their way that hold a NaN
 
@@ -120,7 +118,7 @@ class ShardWriter:
                 files[path.name] = self.settle(path)
         except (OSError, UserError, Outage) as e:
             problem = e
-        except BaseException as e:  # what torch raises for problems of any rank is no Exception
+        except BaseException as e:  # torch raises a BaseException for problems of any rank
             problem = OSError(f"{folder}: {' '.join(str(e).split())[:300]}")
         answers: list[Any] = [None] * dist.size()
         td.all_gather_object(answers, (files, problem), group=self.group)

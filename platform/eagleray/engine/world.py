@@ -11,16 +11,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from eagleray.base import cpu_share, devices, dist
+from eagleray.base.dist import sharded
 from eagleray.base.errors import UserError
-from eagleray.base.shards import sharded
-from eagleray.models.sync_bn import sync_batch_norms
+from eagleray.models.batch_norm import sync_batch_norms
 
 
 class World:
     """One training process: alone, or one of several ranks that share a process group."""
 
     spot = False  # whether the cluster announces that it will take a machine away
-    why = ""  # what ended the attempt before this one, if there was one
+    why = ""  # the reason why the previous attempt ended; empty for the first
 
     def __init__(self, device: torch.device, cpus: float | None = None) -> None:
         """`cpus` are those of this rank; None: this machine's."""
@@ -81,6 +81,6 @@ def require_accelerator() -> None:
     """Raises UserError when this process has no accelerator."""
     if not devices.is_accelerator(devices.current()):
         raise UserError(
-            "gpus=true: PyTorch finds no accelerator on this machine; expected gpus=null to train on its CPU, or a "
-            "cluster in RAY_ADDRESS with workers=N"
+            "gpus=true: PyTorch finds no accelerator on this machine; leave gpus out or give gpus=false to train on "
+            "its CPU, or name a cluster in RAY_ADDRESS, with workers=N"
         )

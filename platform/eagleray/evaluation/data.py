@@ -1,47 +1,23 @@
 """Open the data of a command for its protocols: in the command's own process, or on a rank that shares its work."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
-from eagleray.data.index import Index, Note, open_index
+from eagleray.data.index import Index, Note, open_index, open_shown
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.data.labels import unread_labels
 from eagleray.engine import world
 from eagleray.evaluation.extraction import Task, features, own_features
-from eagleray.evaluation.target import Target
+from eagleray.evaluation.target import Inputs, Target
 from eagleray.protocols.features import Extracted, FrozenFeatures, LabelledFeatures, SuiteFeatures, labelled_samples
-from eagleray.protocols.needs import Extraction, Features, Source, Suite
+from eagleray.protocols.needs import Features, Source, Suite
 from eagleray.protocols.probes import ProbeSets, renumber
-from eagleray.protocols.settings import Bank
 from eagleray.storage.folder_copy import local_folder
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The names of the backbone and of the data of a command, for the processes that read them.
-
-    The backbone's weights may be too large to send, so each process loads them itself."""
-
-    backbone: str  # its name, see `load_target`
-    digest: str  # a digest of the backbone
-    architecture: str | None = None  # timm's name, for a file of tensors
-    model: str = ""  # timm's name of the backbone
-    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders by option, as they were typed
-    urls: Mapping[str, str] = field(default_factory=dict)  # the same, with absolute paths
-    gpus: bool = False  # whether each worker has a GPU
-    channels: Channels = ()  # the channels of decoded images; empty: red, green and blue
-    bank: Bank = "fp32"  # the format in which features are kept
-    spare: str = ""  # folder or URL of an index that could not be written beside the shards
 
 
 class RankSource(Source):
@@ -91,7 +67,9 @@ class RankSource(Source):
         urls, given = self.inputs.urls, self.inputs.given
         each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
         train, test = (
-            self.read(index, self.task(need, url or urls["train"], samples, need.kinds or (need.kind,)))[need.kind]
+            self.read(index, Task(self.inputs, url or urls["train"], samples, need, need.kinds or (need.kind,)))[
+                need.kind
+            ]
             for url, index, samples in each
         )
         trained, tested = map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))
@@ -102,12 +80,6 @@ class RankSource(Source):
             train, test = (features._replace(x=features.x.float()) for features in (train, test))
         return Extracted(*renumber(train, test, self.device), (trained, tested))
 
-    def task(self, how: Extraction, url: str, samples: NDArray[np.int64], kinds: tuple[str, ...]) -> Task:
-        """Describe the extraction of types of features of some samples of the shards at a URL."""
-        i = self.inputs
-        task = Task(i.backbone, i.architecture, url, samples, how.size, how.resize, kinds, digest=i.digest)
-        return replace(task, gpus=i.gpus, channels=i.channels, bank=i.bank, spare=i.spare)
-
     def suite(self, need: Suite) -> SuiteFeatures:
         digests: list[str] = []
 
@@ -115,7 +87,7 @@ class RankSource(Source):
             index = self.open(url)
             samples = labelled_samples(index)
             digests.append(data_digest(index, samples))
-            return self.read(index, self.task(need, url, samples, (need.kind,)))[need.kind]
+            return self.read(index, Task(self.inputs, url, samples, need, (need.kind,)))[need.kind]
 
         return SuiteFeatures(self.inputs.given["suite"], read, self.inputs.model, digests, self.inputs.bank)
 
@@ -135,7 +107,7 @@ class CommandSource(RankSource):
         return world.local().device
 
     def open(self, url: str) -> Index:
-        return open_index(url, self.inputs.spare, note=self.note, channels=self.inputs.channels)
+        return open_shown(url, self.inputs.spare, note=self.note, channels=self.inputs.channels)
 
     def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
         return features(self.target, index, task, workers=self.workers, note=self.note)

@@ -13,23 +13,21 @@ from eagleray.base import devices
 from eagleray.base.numbers_given import whole
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
-from eagleray.config.channels import Channels
 from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
-from eagleray.data.index import Index, open_index
+from eagleray.data.index import Index, open_shown
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation.embeddings import COLUMN, FOLDER, WHAT, column_of
-from eagleray.evaluation.target import Target, check_crop, load_in_worker
+from eagleray.evaluation.target import Inputs, Target, check_crop
 from eagleray.models.backbone import Backbone
-from eagleray.protocols import feature_types
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import embedded
+from eagleray.protocols.features import check_kind, embedded, read_kinds
 from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
-PARTS = 16  # of an embedding that one task with a GPU computes at most
+PARTS = 16  # most parts that one task with a GPU computes
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,8 @@ class Part:
 
     number: int
     table: SampleTable
-    url: str  # of the shards
-    backbone: str  # its name, see `load_target`
-    architecture: str | None  # timm's name, for a file of tensors
-    gpus: bool  # each worker has a GPU
-    channels: Channels = ()  # as which the images are decoded
+    url: str  # URL of the shards
+    inputs: Inputs
 
 
 def embed(
@@ -65,10 +60,10 @@ def embed(
     size = target.settings.size if size is None else whole("size", size, 1)
     resize = target.settings.resize if resize is None else whole("resize", resize, 1)
     check_crop(size, resize)
-    index = open_index(url, note=note, channels=target.channels)
+    index = open_shown(url, note=note, channels=target.channels)
     where = devices.CPU if workers else world.local().device
     backbone = target.backbone.to(where)
-    feature_types.check(backbone, kind, size)
+    check_kind(backbone, kind, size)
     settings = {
         "digest": target.digest,
         "kind": kind,
@@ -81,7 +76,8 @@ def embed(
     about = About(WHAT, settings, data, len(index), note=f"features of {target.name}")
     table = SampleTable.create(out or default_folder(index, target), about)
     missing = table.missing()
-    tasks = [Part(number, table, url, target.name, architecture, gpus, target.channels) for number in missing]
+    inputs = Inputs(target.name, target.digest, architecture, gpus=gpus, channels=target.channels)
+    tasks = [Part(number, table, url, inputs) for number in missing]
     if workers:
         # Ray starts a process for each task with a GPU, which takes seconds, so such a task computes several parts.
         each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
@@ -110,7 +106,7 @@ def default_folder(index: Index, target: Target) -> str:
 def width(backbone: Backbone, kind: str, size: int) -> int:
     """Return the width of a type of features."""
     x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
-    return int(feature_types.read(backbone, x, [kind])[kind].shape[1])
+    return int(read_kinds(backbone, x, [kind])[kind].shape[1])
 
 
 def embed_part(index: Index, backbone: Backbone, part: Part, *, precision: Format) -> int:
@@ -146,10 +142,9 @@ def embed_in_worker(parts: Sequence[Part]) -> list[int]:
     """Compute some parts of one embedding in a Ray task, and return their numbers. Those that a process wrote before it
     died are not computed again."""
     one = parts[0]
-    about, missing = one.table.about, set(one.table.missing())
-    backbone = load_in_worker(one.backbone, one.architecture, about.settings["digest"], one.gpus)
-    index = index_of(one.url, about.data, one.channels)
-    precision: Format = "bf16" if one.gpus else "auto"
+    missing, backbone = set(one.table.missing()), one.inputs.load()
+    index = index_of(one.url, one.table.about.data, one.inputs.channels)
+    precision: Format = "bf16" if one.inputs.gpus else "auto"
     for part in parts:
         if part.number in missing:
             embed_part(index, backbone, part, precision=precision)

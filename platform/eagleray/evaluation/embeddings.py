@@ -43,7 +43,7 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
         raise UserError(f"{table.folder}: part {number} has features of type {column.type}, not of {dim} numbers")
     fine = ~column.is_null().to_numpy(zero_copy_only=False)
     features = np.zeros((len(column), dim), np.float32)
-    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # without the rows that are null
+    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # flatten() leaves out rows that are null
     return features, fine
 
 

@@ -5,31 +5,33 @@ import os
 import re
 import time
 import traceback
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from eagleray import config
 from eagleray.base import devices
 from eagleray.base.console import print_error, say
 from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.base.files import writing
 from eagleray.config import plugins
 from eagleray.data.index import Note
 from eagleray.engine import world
 from eagleray.evaluation import results
-from eagleray.evaluation.data import CommandSource, Inputs
+from eagleray.evaluation.data import CommandSource
 from eagleray.evaluation.on_workers import Job, Measurement, run_on_ranks
-from eagleray.evaluation.registry import PROTOCOLS, select
+from eagleray.evaluation.registry import PROTOCOLS, check_asked, select
 from eagleray.evaluation.results import UNTRAINED, Result, Row
-from eagleray.evaluation.target import Target, check_crop, load_target
+from eagleray.evaluation.target import Inputs, Target, check_crop, load_target
 from eagleray.models.token_linear import on_device
-from eagleray.protocols import feature_types
+from eagleray.protocols.features import has_kind
 from eagleray.protocols.needs import Features, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import FeatureProtocol, Listed, Protocol, Workspace
 from eagleray.runs import layout, mlflow_run, tracking
+from eagleray.runs.background import side_work
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 
@@ -42,7 +44,7 @@ class Request:
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, frames, suite
+    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, suite
     # SETTING, for all protocols that have it, or PROTOCOL.SETTING
     settings: Mapping[str, str] = field(default_factory=dict)
     architecture: str | None = None  # timm's name, for a file of tensors
@@ -87,12 +89,14 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
         refuse(report, line)
     if not names:
         return report
-    check_settings(names, request.settings)
+    check_asked(names, request.settings)
     targets = [load_target(request.backbone, request.architecture)]
     if request.untrained and not targets[0].untrained:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
         targets.append(load_target(UNTRAINED + bare))
     report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
+    if not (request.out or targets[0].run):
+        note(f"results come into {report.folder}; --out names another folder")
     results.load(report.folder)  # a broken file is refused before anything is computed
     for target in targets:
         evaluation = Evaluation(request, target, names, report, note)
@@ -110,28 +114,19 @@ def refuse(report: Report, line: str) -> None:
     report.refused.append(line)
 
 
-def check_settings(names: Sequence[str], settings: Mapping[str, str]) -> None:
-    """Raise UserError for a setting that none of the protocols has."""
-    known = sorted({s for name in names for s in PROTOCOLS[name].settings})
-    known += [f"{name}.{s}" for name in names for s in PROTOCOLS[name].settings]
-    for key in settings:
-        if key not in known:
-            raise UserError(f"--{key}: not a setting of {', '.join(names)}{config.nearest(key, known)}")
-
-
 def folder(request: Request, target: Target) -> str:
     """Return the folder for results.json: that of `--out`, the folder of the run, or one named after the backbone.
 
     Raises UserError when the folder cannot be written."""
-    name = re.sub(r"[^\w.-]+", "-", target.name.removeprefix("untrained:").removeprefix("timm:")).strip("-")
+    full = target.name.removeprefix("untrained:").removeprefix("timm:")
+    short = f"{PurePath(full).name}-{zlib.crc32(full.encode()):08x}" if full.startswith("/") else full
+    name = re.sub(r"[^\w.-]+", "-", short).strip("-")
     url = store.absolute((request.out or target.run or f"evaluations/{name}").rstrip("/"))
-    try:
+    with writing(f"--out {url}"):
         store.check_writable(url)
         (view := run_store(url).view).mkdir(parents=True, exist_ok=True)
         if not os.access(view, os.W_OK):
             raise PermissionError(13, "permission denied")
-    except OSError as e:
-        raise UserError(f"--out {url}: cannot be written: {e.strerror or e}") from None
     return url
 
 
@@ -174,7 +169,7 @@ class Evaluation:
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
         except Outage:
             raise
-        except Exception as e:  # such as of a plug-in; the other protocols go on
+        except Exception as e:  # a plug-in may raise anything; the other protocols go on
             frame = traceback.extract_tb(e.__traceback__)[-1]
             at = f"{Path(frame.filename).name}, line {frame.lineno}"
             refuse(self.report, f"{name}: failed: {type(e).__name__}: {one_line(e)} ({at})")
@@ -249,7 +244,7 @@ class Evaluation:
             other = PROTOCOLS[name].default
             if isinstance(other, FeatureProtocol):
                 kind = self.request.settings_of(name).get("features", other.features)
-                if kind not in kinds and feature_types.has(self.target.backbone, kind, need.size):
+                if kind not in kinds and has_kind(self.target.backbone, kind, need.size):
                     kinds.append(kind)
         return replace(need, kinds=tuple(kinds))
 
@@ -283,8 +278,6 @@ def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
         for k, v in r.numbers.items()
     }
     run = run_store(target.run).view
-    try:
+    with side_work(f"the numbers are in {report.folder}/{results.NAME}, and were not logged to MLflow", note):
         copy = run_store(report.folder).fetch() / results.NAME
         mlflow_run.update(tracking.tracking_of(run), run / layout.MLFLOW, metrics, [copy])
-    except (UserError, Outage) as why:
-        note(f"the numbers were not logged to MLflow: {why}; they are in {report.folder}/{results.NAME}")

@@ -11,48 +11,37 @@ from numpy.typing import NDArray
 from eagleray.base import devices
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
-from eagleray.config.channels import Channels
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world
 from eagleray.engine.precision import format_name
 from eagleray.evaluation import embeddings, feature_cache
-from eagleray.evaluation.target import Target, load_in_worker
+from eagleray.evaluation.target import Inputs, Target
 from eagleray.models.token_linear import on_device
-from eagleray.protocols.feature_shards import own_samples
-from eagleray.protocols.features import FORMATS, LabelledFeatures, extract_features
+from eagleray.protocols.features import FORMATS, LabelledFeatures, extract_features, own_samples
 from eagleray.protocols.image_batches import Reading
-from eagleray.protocols.settings import Bank
+from eagleray.protocols.needs import Extraction
 
 
 @dataclass(frozen=True)
 class Task:
-    """A description of the images whose features one worker extracts.
+    """A description of the images whose features one worker extracts."""
 
-    It holds the name of the backbone, not its weights, which may be too large to send. The worker loads them itself."""
-
-    backbone: str  # its name, see `load_target`
-    architecture: str | None  # timm's name, for a file of tensors
-    url: str  # of the shards
+    inputs: Inputs
+    url: str  # URL of the shards
     samples: NDArray[np.int64]
-    size: int
-    resize: int
+    how: Extraction
     kinds: Sequence[str] = ()
-    number: int = 0  # of the share, in the order of the samples
-    digest: str = ""  # of the backbone
-    gpus: bool = False  # each worker has a GPU, and computes in bfloat16
-    channels: Channels = ()  # as which the images are decoded
-    bank: Bank = "fp32"  # the format in which features are kept
-    spare: str = ""  # folder or URL of an index that could not be written beside the shards
+    number: int = 0  # number of the share, in the order of the samples
 
     def open(self) -> Index:
         """Return the index of the images."""
-        return open_index(self.url, self.spare or None, note=lambda _: None, channels=self.channels)
+        return open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
 
-    @property
-    def how(self) -> tuple[object, ...]:
-        """Return what the features depend on beside the backbone, the images, their type and the precision."""
-        return (self.size, self.resize, *(() if self.bank == "fp32" else (self.bank,)))
+    def key(self, here: torch.device) -> tuple[object, ...]:
+        """Return what the features depend on beside the backbone, the images and their type."""
+        bank = self.inputs.bank
+        return (self.how.size, self.how.resize, *(() if bank == "fp32" else (bank,)), self.precision(here))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
         """Yield one task for each worker, each with an equal share of the samples."""
@@ -61,7 +50,7 @@ class Task:
 
     def precision(self, here: torch.device) -> str:
         """Return the format that the features are computed in, on `here` unless each worker has a GPU."""
-        return "bfloat16" if self.gpus else format_name(here)
+        return "bfloat16" if self.inputs.gpus else format_name(here)
 
 
 Share = tuple[int, dict[str, LabelledFeatures]]
@@ -73,11 +62,11 @@ def features(
     """Return the task's types of features of its images.
 
     Features are read from the cache if they are in it. Otherwise this process extracts them if `workers` is 0, or else
-    that many Ray tasks, with a GPU each if `task.gpus` is true.
+    that many Ray tasks, with a GPU each if `task.inputs.gpus` is true.
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    where = devices.CPU if workers else device  # without --gpus, workers compute on CPUs
+    where = devices.CPU if workers else device  # workers compute on CPUs where they have no GPUs
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         known = dict(embedded(index, task, missing, task.precision(where), note))
@@ -91,22 +80,22 @@ def features(
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
                 tasks = task.shares(missing, workers)
-                parts = ray_map(share, tasks, workers=workers, gpus=task.gpus)
+                parts = ray_map(share, tasks, workers=workers, gpus=task.inputs.gpus)
                 return join_shares(report_progress(parts, tick))
             return extract_features(
                 on_device(one.backbone, device),
                 index,
                 task.samples,
-                size=task.size,
-                resize=task.resize,
+                size=task.how.size,
+                resize=task.how.resize,
                 kinds=missing,
-                bank=task.bank,
+                bank=task.inputs.bank,
                 reading=Reading.beside(device),
                 tick=tick,
             )
 
-    data, how = data_digest(index, task.samples), (*task.how, task.precision(where))
-    return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
+    data, how = data_digest(index, task.samples), task.key(where)
+    return feature_cache.cached(task.inputs.digest, data, task.kinds, how=how, make=make, note=note)
 
 
 def embedded(
@@ -114,14 +103,14 @@ def embedded(
 ) -> Iterator[tuple[str, LabelledFeatures]]:
     """Yield those types of features of a task that `eagleray embed` has written beside the shards."""
     for kind in kinds:
-        wanted = {"digest": task.digest, "kind": kind, "size": task.size, "resize": task.resize, "precision": precision}
-        found = embeddings.beside(index, wanted)
+        wanted = {"digest": task.inputs.digest, "kind": kind, "size": task.how.size, "resize": task.how.resize}
+        found = embeddings.beside(index, wanted | {"precision": precision})
         if not found or found.about.data != data_digest(index, np.arange(len(index))):
             continue
         note(f"{len(task.samples)} {kind} features from {found.folder}")
         features, good = embeddings.read_features(found, task.samples)
         labels = torch.from_numpy(index.label[task.samples[good]])
-        yield kind, LabelledFeatures(torch.from_numpy(features[good]).to(FORMATS[task.bank]), labels)
+        yield kind, LabelledFeatures(torch.from_numpy(features[good]).to(FORMATS[task.inputs.bank]), labels)
 
 
 def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
@@ -129,11 +118,11 @@ def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[
     extracted now. Called by all ranks together."""
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
-        note(f"{len(task.samples)} images through {task.backbone}: {', '.join(missing)} features")
+        note(f"{len(task.samples)} images through {task.inputs.backbone}: {', '.join(missing)} features")
         return _extract(replace(task, kinds=missing), index)
 
-    data, how = data_digest(index, own_samples(task.samples)), (*task.how, task.precision(devices.CPU))
-    return feature_cache.cached(task.digest, data, task.kinds, how=how, make=make, note=note)
+    data, how = data_digest(index, own_samples(task.samples)), task.key(devices.CPU)
+    return feature_cache.cached(task.inputs.digest, data, task.kinds, how=how, make=make, note=note)
 
 
 def share(task: Task) -> Share:
@@ -143,17 +132,17 @@ def share(task: Task) -> Share:
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
     """Extract the features of this rank's share of the task's images, in a worker."""
-    backbone = load_in_worker(task.backbone, task.architecture, task.digest, task.gpus)
+    inputs = task.inputs
     return extract_features(
-        backbone,
+        inputs.load(),
         index,
         task.samples,
-        size=task.size,
-        resize=task.resize,
+        size=task.how.size,
+        resize=task.how.resize,
         kinds=task.kinds,
-        precision="bf16" if task.gpus else "auto",
-        bank=task.bank,
-        reading=Reading.beside(world.device_of(task.gpus)),
+        precision="bf16" if inputs.gpus else "auto",
+        bank=inputs.bank,
+        reading=Reading.beside(world.device_of(inputs.gpus)),
     )
 
 

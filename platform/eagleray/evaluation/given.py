@@ -3,6 +3,7 @@
 from eagleray.base.errors import UserError
 from eagleray.data.index import list_data
 from eagleray.evaluation.results import UNTRAINED
+from eagleray.models import names
 from eagleray.models.network import is_public
 from eagleray.runs import sources
 from eagleray.storage.store import folder_of
@@ -13,6 +14,7 @@ def check_backbone(name: str, architecture: str | None = None) -> None:
     tensors, and there is none. A store is asked later."""
     source = sources.absolute(name.removeprefix(UNTRAINED))
     if is_public(source):
+        names.check_weights(source)
         return
     if architecture:
         sources.check_exists(source)

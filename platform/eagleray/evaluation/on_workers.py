@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from eagleray.cluster.ray_ranks import Note, ray_ranks
-from eagleray.evaluation.data import Inputs, RankSource
-from eagleray.evaluation.target import load_in_worker
+from eagleray.evaluation.data import RankSource
+from eagleray.evaluation.target import Inputs
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.needs import D, Need, Source
 from eagleray.protocols.outcome import Outcome
@@ -40,12 +40,6 @@ class Job:
     measurement: Measurement[Any]
     checkpoints: str  # folder or URL
 
-    def load(self) -> Backbone:
-        """Return the backbone on this worker's device. Raises UserError when its weights are no longer those of the
-        command."""
-        i = self.inputs
-        return load_in_worker(i.backbone, i.architecture, i.digest, i.gpus)
-
 
 def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
     """Measure on the ranks of a process group, or on one worker if the protocol is not divided, and return the outcome;
@@ -61,7 +55,7 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
     """Measure as one of several ranks; return the outcome, with names of pictures, and its files."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder), note, job.checkpoints)
-        outcome = job.measurement.run(job.load(), RankSource(job.inputs, note), workspace)
+        outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)
         files = {path.name: path.read_bytes() for path in workspace.folder.iterdir() if path.is_file()}
     return _moved(outcome, lambda path: Path(path.name)), files
 

@@ -1,10 +1,10 @@
 """Find an evaluation protocol by its name: those that ship with Eagleray, and those of plug-ins."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagleray import config
-from eagleray.base.errors import PluginError
+from eagleray.base.errors import PluginError, UserError
 from eagleray.config import register
 from eagleray.dense import catalogue as dense
 from eagleray.protocols import catalogue
@@ -33,3 +33,15 @@ def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
         for n in unique
         if n not in PROTOCOLS
     ]
+
+
+def check_asked(names: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Raise UserError when no name is that of a protocol, and for a setting that none of the protocols has."""
+    found, refused = select(names)
+    if not found:
+        raise UserError("; ".join(refused))
+    known = sorted({s for name in found for s in PROTOCOLS[name].settings})
+    known += [f"{name}.{s}" for name in found for s in PROTOCOLS[name].settings]
+    for key in settings:
+        if key not in known:
+            raise UserError(f"--{key}: not a setting of {', '.join(found)}{config.nearest(key, known)}")

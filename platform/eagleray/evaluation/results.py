@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from eagleray import config
 from eagleray.base.errors import UserError
+from eagleray.base.files import writing
+from eagleray.base.text import aligned
 from eagleray.config import bundled
 from eagleray.runs import layout, metrics
 from eagleray.runs import recipe as recipes
@@ -19,7 +21,7 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 
 NAME = layout.RESULTS
-UNTRAINED = "untrained:"  # before the name of a backbone
+UNTRAINED = "untrained:"  # prefix of a backbone's name
 # For each metric of `published` in a recipe, the number that the protocols report for it. The linear probes of the
 # papers see random crops, and their scripts print the best epoch: what the cached probe measures is another number.
 PUBLISHED = {
@@ -31,6 +33,7 @@ PUBLISHED = {
     "miou": "segmentation/miou",
     "davis": "davis/J&F",
 }
+MOST = 6  # numbers in the line of a protocol
 HEAD = ("Protocol", "Number", "Value", "Untrained", "Published", "Settings")
 WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
 LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
@@ -44,10 +47,10 @@ NOT_RUN: Mapping[str, Any] = {"numbers": {}, "settings": {}, "data_digest": "", 
 class Result:
     """An entry of results.json: the numbers of a protocol, and the backbone, data and settings behind them."""
 
-    protocol: str  # its name in the command, such as linear@dino
+    protocol: str  # name in the command, such as linear@dino
     numbers: Mapping[str, float]
     settings: Mapping[str, Any]  # all settings, and details such as the number of images
-    backbone: str  # its name in the command, with absolute paths
+    backbone: str  # name in the command, with absolute paths
     untrained: bool
     backbone_digest: str
     architecture: str  # digest of all but the weights
@@ -56,8 +59,8 @@ class Result:
     date: str  # ISO 8601, UTC
     seconds: float
     pictures: Sequence[str] = field(default_factory=tuple)  # relative to the folder of results.json
-    asked: Mapping[str, Any] = field(default_factory=dict)  # its settings before it ran
-    plugin: Mapping[str, str] | None = None  # that registered the protocol: its name and the sha256 of its source
+    asked: Mapping[str, Any] = field(default_factory=dict)  # settings before it ran
+    plugin: Mapping[str, str] | None = None  # name and sha256 of the plug-in that registered the protocol
 
     def twin(self, other: "Result") -> bool:
         """Return whether two results differ in nothing but the weights of the backbone."""
@@ -117,10 +120,8 @@ def add(folder: str, result: Result) -> None:
     run = run_store(folder)
     with run.lock(NAME):
         text = json.dumps([asdict(r) for r in (*load(folder), result)], indent=1, default=str)
-        try:
+        with writing(f"{folder}/{NAME}"):
             run.put(NAME, text)
-        except OSError as e:
-            raise UserError(f"{folder}/{NAME}: cannot be written: {e.strerror or e}") from None
 
 
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
@@ -182,6 +183,24 @@ def format_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
 
 
+def lines(table: Sequence[Row]) -> str:
+    """Format rows as a line for each protocol: its numbers, with the untrained and the published ones that are known.
+    Settings are left out, and so are numbers that vary another one, such as `top1_k10` beside `top1`."""
+    texts: list[tuple[str, str]] = []
+    for name, group in itertools.groupby(table, key=lambda row: row.protocol):
+        rows = {row.number.rpartition("/")[2]: row for row in group}
+        main = {key: row for key, row in rows.items() if not any(key.startswith(f"{other}_") for other in rows)}
+        shown = [f"{key} {row.value}{_beside(row)}" for key, row in itertools.islice(main.items(), MOST)]
+        texts.append((name, ", ".join(shown) + f", and {len(main) - MOST} more" * (len(main) > MOST)))
+    return "\n".join(aligned(texts))
+
+
+def _beside(row: Row) -> str:
+    """Return the numbers that a number is compared with, in brackets; an empty text where there are none."""
+    known = [f"{what} {value}" for what, value in (("untrained", row.untrained), ("paper", row.published)) if value]
+    return f" ({', '.join(known)})" if known else ""
+
+
 def markdown(table: Sequence[Row]) -> str:
     """Format rows as a Markdown table."""
     lines = [HEAD, ("---", "---", "---:", "---:", "---:", "---"), *table]
@@ -196,7 +215,9 @@ def latex(table: Sequence[Row]) -> str:
 
 
 def table(results: Sequence[Result], rows: Sequence[Row], form: str) -> str:
-    """Format results as a table of these rows, in Markdown or LaTeX, or as JSON."""
+    """Format results as lines, or as a table of these rows in Markdown or LaTeX, or as JSON."""
+    if form == "text":
+        return lines(rows)
     if form == "json":
         return json.dumps([r.__dict__ for r in results], indent=1, default=str)
     return latex(rows) if form == "latex" else markdown(rows)

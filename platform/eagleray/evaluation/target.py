@@ -1,16 +1,16 @@
 """Load the backbone to evaluate: from a run, from timm, from a file of tensors, or with random weights."""
 
 import functools
-import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from eagleray import config
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, reworded
 from eagleray.config import plugins
 from eagleray.config.channels import Channels
 from eagleray.engine import world
@@ -24,9 +24,9 @@ from eagleray.models.network import HF, TIMM, Network
 from eagleray.models.pixels import OURS, Pixels, conversion, first_convolution
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
-from eagleray.protocols.settings import Evaluate
-from eagleray.runs import layout
+from eagleray.protocols.settings import Bank, Evaluate
 from eagleray.runs.build import build_method
+from eagleray.runs.command import read_environment
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.restore import pretrained, restore
 from eagleray.runs.run_store import run_store
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 class Target:
     """A backbone to evaluate, with its source and the evaluation settings of its recipe."""
 
-    name: str  # as in the command, with absolute paths
+    name: str  # name in the command, with absolute paths
     backbone: Backbone
     network: Network
     settings: Evaluate
-    recipe: Recipe | None = None  # of a run
+    recipe: Recipe | None = None  # None: not a run's backbone
     run: str | None = None  # folder or s3:// URL
-    pixels: Pixels = OURS  # that the weights were trained with
-    channels: Channels = ()  # of its images; none: red, green and blue
+    pixels: Pixels = OURS  # statistics of the pixels that the weights were trained with
+    channels: Channels = ()  # channels of images; empty: red, green and blue
 
     @property
     def untrained(self) -> bool:
@@ -70,11 +70,31 @@ class Target:
         """The numbers that the paper reports for the recipe of a run; empty for other backbones."""
         if not self.run or not self.recipe:
             return {}
-        try:
-            command = json.loads((run_store(self.run).view / layout.ENVIRONMENT).read_text())["command"]
-        except (OSError, ValueError, KeyError):
-            return {}
-        return results.published(command, config.to_plain(self.recipe))
+        command = read_environment(run_store(self.run).view).get("command")
+        return results.published(command, config.to_plain(self.recipe)) if command else {}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The names of the backbone and of the data of a command, for the processes that read them.
+
+    The backbone's weights may be too large to send, so each process loads them itself."""
+
+    backbone: str  # name, see `load_target`
+    digest: str  # a digest of the backbone
+    architecture: str | None = None  # timm's name, for a file of tensors
+    model: str = ""  # timm's name of the backbone
+    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders by option, as they were typed
+    urls: Mapping[str, str] = field(default_factory=dict)  # the same, with absolute paths
+    gpus: bool = False  # whether each worker has a GPU, and computes in bfloat16
+    channels: Channels = ()  # the channels of decoded images; empty: red, green and blue
+    bank: Bank = "fp32"  # the format in which features are kept
+    spare: str = ""  # folder or URL of an index that could not be written beside the shards
+
+    def load(self) -> Backbone:
+        """Return the backbone on this worker's device. Raises UserError when its weights are no longer those of the
+        command."""
+        return load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
 
 
 def check_crop(size: int, resize: int) -> None:
@@ -96,14 +116,9 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
-    try:
+    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # an evaluation has no keys of a recipe
         source = absolute(trained)
         target = _load(source, architecture, fresh=trained != name)
-    except UserError as e:
-        message = str(e)  # about keys of a recipe, which an evaluation does not have
-        for key in "backbone.name=", "backbone.weights=":
-            message = message.replace(key, "")
-        raise UserError(message) from None
     target.backbone.eval()
     return replace(target, name=(UNTRAINED if trained != name else "") + source)
 

@@ -21,8 +21,9 @@ from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
 from eagleray.runs import layout, recipe
 from eagleray.runs.attempts import read_starts
+from eagleray.runs.command import read_environment
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
-from eagleray.runs.origin import DIGESTS
+from eagleray.runs.plan import DIGESTS
 from eagleray.runs.summary import read_summary
 from eagleray.views.preprocessing import Preprocessing
 
@@ -78,13 +79,8 @@ def origin(source: Source) -> Iterator[str]:
     elif source.steps is not None:
         yield f"step: {source.steps}"
     yield from digests(source)
-    try:
-        environment = json.loads((source.folder / layout.ENVIRONMENT).read_text())
-        packages = environment["packages"]
-        yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in ('eagleray', 'torch', 'timm'))}"
-    except (OSError, ValueError, KeyError):
-        yield "trained with: unknown"
-    names = ("eagleray", "torch", "timm")
+    packages, names = read_environment(source.folder).get("packages", {}), ("eagleray", "torch", "timm")
+    yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in names if n in packages) or 'unknown'}"
     yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"
 
 

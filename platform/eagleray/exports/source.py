@@ -49,7 +49,7 @@ class Program(NamedTuple):
 
     text: str
     probes: Sequence[tuple[int, int, int]] = ()  # batches and sizes of images (B, H, W) to compare it on
-    step: int | None = None  # other image sizes differ from its own by multiples of this many pixels
+    step: int | None = None  # image sizes may differ from the export's own by multiples of this many pixels
 
 
 def load_source(path: str, what: str | None = None) -> Source:
@@ -97,7 +97,7 @@ def fresh(network: Network, trained: Backbone) -> Backbone:
 
 
 def with_own_grid(backbone: Backbone, network: Network, size: int) -> Backbone:
-    """Return a backbone whose own size of image is `size`. The positions of a ViT are resampled once, as the backbone
+    """Return a backbone whose native image size is `size`. The positions of a ViT are resampled once, as the backbone
     does for each image of that size; libraries that would resample them in another way then have nothing to do."""
     model = backbone.model
     if getattr(model, "pos_embed", None) is None or tuple(model.patch_embed.img_size) == (size, size):

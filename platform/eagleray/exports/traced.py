@@ -103,7 +103,7 @@ class Pooled(nn.Module):
 
 def trace(source: Source) -> Traced:
     """Trace a backbone for any batch and, where that works, any size of image. Raises UserError."""
-    backbone = fresh(source.network, source.backbone)  # its positions are changed below
+    backbone = fresh(source.network, source.backbone)  # a copy, because positions are changed below
     make_resizable(backbone.model, source.network.position)
     size = source.preprocessing.size
     step = stride(backbone)

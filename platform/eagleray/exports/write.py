@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors.torch import save_file
+
+from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import sync_file, sync_folder, writing
+from eagleray.engine.checkpoint_files import sha256
+from eagleray.engine.export import snippet
 from eagleray.engine.export_files import FILE, HEADS
-from eagleray.exports import heads, hugging_face, plain_timm, timm_hub, traced
+from eagleray.exports import hugging_face, timm_files, traced
 from eagleray.exports.card import LIBRARIES, card
 from eagleray.exports.compare import Difference, compare
 from eagleray.exports.source import Program, Source
@@ -30,8 +35,8 @@ class Target:
 
 
 TARGETS = {
-    "timm": Target(plain_timm.write, plain_timm.line),
-    "timm-hub": Target(timm_hub.write, timm_hub.line),
+    "timm": Target(timm_files.write, snippet),
+    "timm-hub": Target(timm_files.write_hub, timm_files.hub_line),
     "transformers": Target(hugging_face.write, hugging_face.line),
     "onnx": Target(traced.write_onnx, traced.onnx_line),
     "torch.export": Target(traced.write_torch, traced.torch_line),
@@ -59,13 +64,24 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) ->
     with staged(folder) as stage:
         program = target.write(source, stage)
         check_place(folder, to, {CARD, *(p.name for p in stage.iterdir()), *([HEADS] if with_heads else [])})
-        ours = to == "timm" and plain_timm.needs_ours(source)
+        say(f"a new process loads the {to} files and compares features of ten photographs, which takes about a minute")
+        ours = to == "timm" and timm_files.needs_ours(source)
         difference = compare(source, stage, program.text, sizes=program.probes, ours=ours)
         if with_heads:
-            heads.write(source, stage)
+            write_heads(source, stage)
         (stage / CARD).write_text(card(source, to, program.text, difference))
         names = sorted(p.name for p in stage.iterdir())
     return Written(folder, [folder / n for n in names], target.line(folder), difference, program.step)
+
+
+def write_heads(source: Source, folder: Path) -> None:
+    """Write what a method has beside its backbones, such as heads, centres and queues, by the names that all methods
+    have in common, so that another run can go on with it. Raises UserError when there is nothing."""
+    if not source.parts:
+        raise UserError(f"--heads: {source.recipe.method.name} has nothing beside its backbone")
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in source.parts.items()}
+    about = {"method": source.recipe.method.name, "backbone": source.role, "sha256": sha256(folder / FILE)}
+    save_file(state, folder / HEADS, about)
 
 
 def check_place(folder: Path, to: str, names: Collection[str]) -> None:
@@ -84,14 +100,13 @@ def library_of(folder: Path) -> str:
             return "timm" if {"timm", "backbone"} & set(known) else ""
         except (OSError, ValueError, TypeError):
             return ""
-    try:
-        use = (folder / CARD).read_text(errors="replace").partition("## Preprocessing")[0]
-    except OSError:
+    if not (folder / CARD).is_file():
         return ""
+    use = (folder / CARD).read_text(errors="replace").partition("## Preprocessing")[0]
     name = re.search(r"^library_name: (\S+)$", use, re.MULTILINE)
     found = [t for t in TARGETS if name and "Eagleray pretrained it" in use and LIBRARIES.get(t, t) == name[1]]
     if "timm" in found:  # both of its forms have one name on the Hub
-        return "timm-hub" if "local-dir:" in use else "timm"
+        return "timm" if os.path.lexists(folder / FILE) else "timm-hub"
     return found[0] if found else ""
 
 

@@ -21,7 +21,7 @@ from eagleray.base.errors import UserError
 from eagleray.losses.prototypes import Match, Scores, check_large_crops
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import PrototypeHead
-from eagleray.models.packing import Hidden, maskable
+from eagleray.models.tokens import Hidden, maskable
 
 TRIES, ASPECT = 10, 0.3  # draws until a block fits, and its extreme aspect ratio, as in BEiT and both codes
 

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.base import devices
+from eagleray.base.autocast import product_dtype
+
 
 def unit(x: Tensor) -> Tensor:
     """Scale vectors (..., C) to length one: F.normalize."""
@@ -53,21 +56,28 @@ class _Inner(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a b for matrices of one dtype, accumulated and returned in float32 at least."""
-    if a.is_cuda and a.dtype != sum_dtype(a):
+    if _sums_in_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     # Elsewhere PyTorch would round a sum, and a CPU each of its parts. A product of two 16-bit numbers is exact here.
     return widen(a) @ widen(b)
 
 
+def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
+    """Add alpha a b, for matrices of one dtype, to `out` in float32 at least, in place."""
+    if _sums_in_float32(a):
+        torch.addmm(out, a, b, out_dtype=torch.float32, alpha=alpha, out=out)
+    else:
+        out.addmm_(widen(a), widen(b), alpha=alpha)
+
+
+def _sums_in_float32(a: Tensor) -> bool:
+    """Return whether PyTorch multiplies 16-bit matrices of this device into a float32 one."""
+    return devices.has_wide_sums(a.device) and a.dtype != sum_dtype(a)
+
+
 def widen(x: Tensor) -> Tensor:
     """Return a 16-bit tensor in float32, and every other as it is."""
     return x.to(sum_dtype(x))
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -22,12 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.base import devices, dist
+from eagleray.base.autocast import product_dtype
 from eagleray.base.errors import UserError
 from eagleray.losses.entropy import entropy, usage
-from eagleray.losses.products import product, product_dtype, sum_dtype
+from eagleray.losses.products import add_product, product, sum_dtype
+from eagleray.losses.softmax import softmax
 
-CPU_CHUNK, CHUNK = 2**24, 2**26  # scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
-CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU, so that they stay in its cache
+CPU_CHUNK, CHUNK = 2**24, 2**26  # float32 scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
+CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU
 STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
 
 
@@ -93,7 +95,8 @@ def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
     """
     dtype = product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-        return _targets(z.detach(), w.detach().to(dtype), center, tau)
+        x = product((z.detach().to(sum_dtype(z)) / tau).to(dtype), w.detach().to(dtype).T)
+        return x.sub_(center / tau).softmax(1)
 
 
 def assignment_stats(t: Scores, center: Tensor, tau: float) -> dict[str, Tensor]:
@@ -159,8 +162,10 @@ def cross_entropy(
     have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
     `chunk` is the largest number of scores in memory at once.
     """
-    rows = chunk_rows(w_s) if chunk is None else max(1, chunk // len(w_s))
     dtype = product_dtype(s)
+    # An accelerator writes what products take, twice as many numbers in 16 bits.
+    times = sum_dtype(s).itemsize // dtype.itemsize if devices.is_accelerator(s.device) else 1
+    rows = times * chunk_rows(w_s) if chunk is None else max(1, chunk // len(w_s))
     with torch.autocast(s.device.type, enabled=False):
         args = (s, w_s, t.detach(), w_t.detach(), center, *pairs, tau_t, tau_s, rows, dtype)
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return]
@@ -193,23 +198,22 @@ class _CrossEntropy(torch.autograd.Function):
         for column in teacher.unbind(1):
             _add_rows(y, column, weight.unsqueeze(1) * z)
         means, w_t = torch.zeros_like(y), w_t.to(dtype)  # W^T p_j
+        z_t, c = (t.to(sum_dtype(t)) / tau_t).to(dtype), center / tau_t
         for part in _parts(len(t), rows):
-            p = _targets(t[part], w_t, center, tau_t).to(dtype)  # (R, K)
+            p, _ = _softmax(z_t[part], w_t, c)  # (R, K)
             means[part] = product(p, w)
             if grad_w is not None:
-                _add_product(grad_w, p.T, y[part].to(dtype), alpha=-1)
+                add_product(grad_w, p.T, y[part].to(dtype), alpha=-1)
             del p
-        del w_t
+        del w_t, z_t
 
         lse, grad_z = z.new_empty(len(z)), torch.empty_like(z)
         for part in _parts(len(z), rows):
-            x = product(z[part].to(dtype), w.T)  # (R, K)
-            lse[part] = _softmax_(x)
-            p = x.to(dtype)
+            p, lse[part] = _softmax(z[part].to(dtype), w)  # (R, K)
             grad_z[part] = product(p, w) * a[part].unsqueeze(1)
             if grad_w is not None:
-                _add_product(grad_w, p.T, (a[part].unsqueeze(1) * z[part]).to(dtype))
-            del x, p
+                add_product(grad_w, p.T, (a[part].unsqueeze(1) * z[part]).to(dtype))
+            del p
         for column in teacher.unbind(1):
             grad_z -= weight.unsqueeze(1) * means[column]
 
@@ -244,28 +248,21 @@ def _parts(n: int, rows: int) -> list[slice]:
     return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
 
 
-def _targets(t: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
-    x = product((t.to(sum_dtype(t)) / tau).to(w.dtype), w.T).sub_(center / tau)
-    _softmax_(x)
-    return x
+def _softmax(z: Tensor, w: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return softmax(z W^T - c) (R, K) in W's dtype for a few rows z (R, d), and its logsumexp (R,); c is (K,)."""
+    if devices.is_accelerator(w.device):
+        return softmax(z, w, c)
+    x = product(z, w.T)
+    lse = _softmax_(x if c is None else x.sub_(c))
+    return x.to(w.dtype), lse
 
 
 def _softmax_(x: Tensor) -> Tensor:
     """Replace scores (R, K) by their softmax, in place, and return their logsumexp (R,)."""
-    # On a CPU a few rows at a time, so that each pass finds them in the cache.
-    rows = len(x) if devices.is_accelerator(x.device) else max(1, CACHE_SCORES // x.shape[1])
     out = []
-    for part in x.split(rows):
+    for part in x.split(max(1, CACHE_SCORES // x.shape[1])):  # a few rows, so that each pass finds them in the cache
         top = part.amax(1, keepdim=True)
         total = part.sub_(top).exp_().sum(1, keepdim=True)
         part.div_(total)
         out.append((top + total.log()).squeeze(1))
     return torch.cat(out)
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
-    """Add alpha a b to out, in place."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b, alpha=alpha)
-    else:
-        out.add_(product(a, b), alpha=alpha)

@@ -59,12 +59,18 @@ def squared_loss(t: Scores, s: Scores, pairs: Match) -> Tensor:
     """
     with torch.autocast(s.z.device.type, enabled=False):
         x, y = unit_scores(s.z, s.w), unit_scores(t.z, t.w).detach()
-        x = x @ (s.w.T @ t.w.detach())
-        loss = x.new_zeros(())
-        for column in pairs.teacher.unbind(1):
-            weight = pairs.weight * (column >= 0)
-            loss = loss + (weight * (2 - 2 * (x * y[column.clamp(min=0)]).sum(1))).sum()
-        return loss
+        return matched_distance(x @ (s.w.T @ t.w.detach()), y, pairs)
+
+
+def matched_distance(x: Tensor, y: Tensor, pairs: Match) -> Tensor:
+    """Return the weighted sum of 2 - 2 x_i . y_j over the pairs of student rows x (n, d) and teacher rows y (m, d).
+
+    Where both have length one it is that of |x_i - y_j|^2."""
+    loss = x.new_zeros(())
+    for column in pairs.teacher.unbind(1):
+        weight = pairs.weight * (column >= 0)
+        loss = loss + (weight * (2 - 2 * (x * y[column.clamp(min=0)]).sum(1))).sum()
+    return loss
 
 
 def unit_scores(z: Tensor, w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Barlow Twins draws the cross-correlation of two views' channels to the identity (Zbontar et al. 2021).
+"""Barlow Twins drives the cross-correlation of two views' channels towards the identity (Zbontar et al. 2021).
 
 arXiv:2103.03230, algorithm 1. B images on this rank, N on all ranks, C channels.
 """

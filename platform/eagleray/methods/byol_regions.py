@@ -5,25 +5,31 @@ projection, K prototypes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.losses.products import cosine
-from eagleray.losses.prototypes import check_large_crops, match, update_center
-from eagleray.losses.regions import RegionLoss, Regions, project_regions, region_loss
+from eagleray.losses.prototypes import H, check_large_crops, match, update_center
+from eagleray.losses.regions import RegionLoss, matched_distance, project_regions
 from eagleray.methods.method import Method
-from eagleray.models.backbone import Backbone, Encoder, Features
+from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
-from eagleray.models.heads import PrototypeHead, mlp
+from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
 
 
 class BYOLRegions(Method):
-    """BYOL on the pooled vectors of two views, EsViT's region loss on their tokens."""
+    """BYOL on the pooled vectors of two views, a region loss on their tokens.
+
+    As `softmax`, the region loss is EsViT's, with its head, centre and frozen last layer. As `mse`, tokens have a
+    projector and a predictor as views have in BYOL. The paper does not say so, but without a predictor one vector for
+    all tokens would be the best solution."""
 
     views = (2, 2)
     region_center: Tensor  # (K,)
@@ -41,18 +47,22 @@ class BYOLRegions(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         center_momentum: Share = 0.9,
-        region_weight: PositiveFloat = 1.0,
+        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        region_weight: NonNegativeFloat = 1.0,  # 0: BYOL alone
         region_loss: RegionLoss = "softmax",
     ) -> None:
         super().__init__()
-        self.momentum, self.center_momentum = momentum, center_momentum
+        self.momentum, self.center_momentum, self.freeze_last = momentum, center_momentum, freeze_last
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
         self.region_weight, self.region_loss = region_weight, region_loss
-        region_head = PrototypeHead(
-            backbone.dim, prototypes, hidden=region_hidden, bottleneck=bottleneck, free_scale=True
+        region_head: nn.Module = (
+            PrototypeHead(backbone.dim, prototypes, hidden=region_hidden, bottleneck=bottleneck, free_scale=True)
+            if region_loss == "softmax"
+            else mlp([backbone.dim, hidden, dim], norm=True)
         )
         self.online = _Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True), region_head)
         self.predictor = mlp([dim, hidden, dim], norm=True)
+        self.region_predictor = mlp([dim, hidden, dim], norm=True) if region_loss == "mse" else nn.Identity()
         self.target = ema_copy(self.online)
         self.register_buffer("region_center", torch.zeros(prototypes))
 
@@ -63,16 +73,35 @@ class BYOLRegions(Method):
         with torch.no_grad():
             g1, g2 = self.target.backbone.each(batch.views)
             z1, z2 = self.target.head(g1.pooled), self.target.head(g2.pooled)  # (B, C)
-            t = self.target.regions(g1, g2)
         l_v = distance(p1, z2) + distance(p2, z1)
-        s, tau_t = self.online.regions(f1, f2), self.teacher_temp(at)
-        pairs = match(s.features, t.features)
-        l_r = region_loss(self.region_loss, t, s, pairs, self.region_center, tau_t, self.student_temp)
-        update_center(self.region_center, t.scores, batch.rows, self.center_momentum)
+        s, t = [f1.patches, f2.patches], [g1.patches, g2.patches]
+        l_r = self.predicted(s, t) if self.region_loss == "mse" else self.assigned(s, t, batch.rows, at)
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
+
+    def assigned(self, s: list[Tensor], t: list[Tensor], rows: Sequence[int], at: Progress) -> Tensor:
+        """Return EsViT's loss of the tokens of two views, 2 x (B, N, D), and move its centre."""
+        student = project_regions(s, self.online.region_head)
+        with torch.no_grad():
+            teacher = project_regions(t, self.target.region_head)
+        tau_t, tau_s = self.teacher_temp(at), self.student_temp
+        l_r = H(teacher.scores, student.scores, match(s, t), self.region_center, tau_t, tau_s)
+        update_center(self.region_center, teacher.scores, rows, self.center_momentum)
+        return l_r
+
+    def predicted(self, s: list[Tensor], t: list[Tensor]) -> Tensor:
+        """Return BYOL's distance of tokens of two views, 2 x (B, N, D), and their matches in the other view."""
+        p = torch.cat([self.region_predictor(self.online.region_head(x.flatten(0, 1))) for x in s])
+        with torch.no_grad():
+            z = torch.cat([self.target.region_head(x.flatten(0, 1)) for x in t])
+        with torch.autocast(p.device.type, enabled=False):
+            return matched_distance(F.normalize(p.float(), dim=1), F.normalize(z.float(), dim=1), match(s, t))
 
     def check_views(self, views: Sequence[Tensor]) -> None:
         check_large_crops(views)
+
+    def before_step(self, at: Progress) -> None:
+        if self.region_loss == "softmax" and at.epoch < self.freeze_last:
+            drop_gradients(self.online.region_head.last)
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))
@@ -84,13 +113,9 @@ class BYOLRegions(Method):
 class _Encoder(Encoder[nn.Sequential]):
     """An encoder with a second head, for the tokens."""
 
-    def __init__(self, backbone: Backbone, head: nn.Sequential, region_head: PrototypeHead) -> None:
+    def __init__(self, backbone: Backbone, head: nn.Sequential, region_head: Any) -> None:
         super().__init__(backbone, head)
         self.region_head = region_head
-
-    def regions(self, *views: Features) -> Regions:
-        """Return the tokens of views and their scores."""
-        return project_regions([x.patches for x in views], self.region_head)
 
 
 def distance(p: Tensor, z: Tensor) -> Tensor:

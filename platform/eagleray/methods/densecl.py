@@ -17,10 +17,10 @@ from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.batch_norm import group_batch_norms, shuffle
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.queue import Queue
-from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class DenseCL(Method):
@@ -37,7 +37,7 @@ class DenseCL(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        dense_weight: Share = 0.5,  # the weight of the patches' loss; the pooled vectors' has the rest
+        dense_weight: Share = 0.5,  # weight of the patches' loss; the pooled vectors' loss has the rest
         norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()

@@ -11,18 +11,18 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.base import dist
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.batch_norm import count_images, group_batch_norms, shuffle
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.jigsaw import PATCHES, jigsaw
 from eagleray.models.queue import Queue
-from eagleray.models.shuffle_bn import count_images, group_batch_norms, shuffle
 from eagleray.models.stages import convolutional, stages
 
 
@@ -97,13 +97,9 @@ class DetCo(Method):
 
     def check_views(self, views: Sequence[Tensor]) -> None:
         for x, p in zip(views[:2], views[2:], strict=True):
-            try:
+            taken = f"patches of {side(p)} pixels, which are cut from a view of {p.shape[3]}"
+            with explained(f"views: the backbone cannot take {taken}", Exception):
                 self.f_q.encode(x, p.new_empty(len(p), PATCHES, p.shape[1], side(p), side(p)))
-            except Exception as e:
-                raise UserError(
-                    f"views: the backbone cannot take patches of {side(p)} pixels, which are cut from a view of "
-                    f"{p.shape[3]}: {' '.join(str(e).split())}"
-                ) from None
 
     def export(self) -> Backbone:
         return self.f_q.backbone

@@ -1,4 +1,4 @@
-"""DINO teaches a student the prototypes that its moving average assigns to other views (Caron et al. 2021).
+"""DINO trains a student to predict the prototypes that its moving average assigns to other views (Caron et al. 2021).
 
 arXiv:2104.14294, algorithm 1. B images, V views, K prototypes, d channels of the bottleneck.
 """

@@ -40,13 +40,13 @@ class DINOv2(Method):
         backbone: Backbone,
         *,
         prototypes: PositiveInt = 131072,
-        patch_prototypes: PositiveInt | None = 131072,  # a head for patches alone; None: they share the images'
+        patch_prototypes: PositiveInt | None = 131072,  # prototypes of a head for patches; None: the images' head
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
         patch_bottleneck: PositiveInt = 256,  # bottleneck of the head for patches alone
-        mask_probability: Share = 0.5,  # the part of the large crops of which patches are hidden
-        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # bounds of the share of their patches that are hidden
-        # mean: of the scores, as in DINO, which the authors' run on ImageNet-1k has.
+        mask_probability: Share = 0.5,  # share of the large crops in which patches are hidden
+        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
+        # mean: subtract the mean of the scores, as in DINO and in the authors' run on ImageNet-1k.
         centering: Literal["sinkhorn", "mean"] = "sinkhorn",
         koleo_weight: NonNegativeFloat = 0.1,
         student_temp: PositiveFloat = 0.1,

@@ -1,4 +1,4 @@
-"""A backbone learns the features of a frozen teacher, of an image as a whole and of each patch (Ranzinger et al. 2024).
+"""Distillation teaches a backbone a frozen teacher's features of the image and of each patch (Ranzinger et al. 2024).
 
 arXiv:2312.06709 (AM-RADIO) with one teacher. B images, V views, D channels of the student, T of the teacher.
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.errors import explained, reworded
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.losses.products import cosine, widen
@@ -36,10 +36,8 @@ class Distill(Method):
     ) -> None:
         super().__init__()
         self.patch_weight = patch_weight
-        try:
+        with reworded(("backbone.", "method.teacher.")):
             self.teacher = Backbone(**teacher.arguments).requires_grad_(False)
-        except UserError as e:
-            raise UserError(str(e).replace("backbone.", "method.teacher.")) from None
         widths = backbone.dim, hidden, self.teacher.dim
         self.student = Encoder(backbone, head(*widths))
         self.patch_head = head(*widths)
@@ -47,11 +45,8 @@ class Distill(Method):
 
     def check_views(self, views: Sequence[Tensor]) -> None:
         for x in views:
-            try:
+            with explained(f"method.teacher.name: cannot take {x.shape[3]} pixel images", Exception):
                 self.teacher(x)
-            except Exception as e:
-                size = x.shape[3]
-                raise UserError(f"method.teacher.name: cannot take {size} pixel images: {one_line(e)}") from None
 
     def train(self, mode: bool = True) -> "Distill":
         super().train(mode)

@@ -1,4 +1,4 @@
-"""DRLoc adds to supervised training the task of telling how far apart two tokens are (Liu et al. 2021).
+"""DRLoc adds to supervised training the task of predicting the distance between two tokens (Liu et al. 2021).
 
 arXiv:2106.03746, section 3. The defaults are those of the authors' code; docs/decisions/0015-drloc-targets.md lists
 where their paper differs. B images, V views, D channels, a grid of h x w tokens, C classes.
@@ -42,11 +42,11 @@ class DRLoc(Classifier):
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
         ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
-        pairs: PositiveInt = 64,  # m, pairs of tokens of an image
-        # Lambda. In the paper it is constant, 0.5 for Swin and 0.1 for T2T and CvT.
+        pairs: PositiveInt = 64,  # m, the number of pairs of tokens of an image
+        # Lambda, the weight of the loss. In the paper lambda is constant: 0.5 for Swin, and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
-        targets: Targets = "raw",  # read by l1 and l1_signed
+        targets: Targets = "raw",  # targets of the modes l1 and l1_signed
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
         # L_all: an MLP for each stage (all, as in the code) or each block (blocks, as in the paper), on its own grid.
         stages: Literal["last", "all", "blocks"] = "last",

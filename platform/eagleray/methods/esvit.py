@@ -15,7 +15,8 @@ from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share
 from eagleray.data.batch import Batch
-from eagleray.losses.prototypes import H, Scores, assignment_stats, check_large_crops, match_views, update_center
+from eagleray.losses.places import right_share
+from eagleray.losses.prototypes import H, Match, Scores, assignment_stats, check_large_crops, match_views, update_center
 from eagleray.losses.regions import MATCHINGS, RegionLoss, Regions, project_regions, region_loss, sample_tokens
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
@@ -30,6 +31,7 @@ class EsViT(Method):
     """
 
     views = (2, 100)
+    needs_boxes = None  # only the share of right matches needs them
     may_change = ("region_from",)  # regions may join a run that began without them
     center: Tensor  # (K,)
     region_center: Tensor  # (K,)
@@ -47,10 +49,10 @@ class EsViT(Method):
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
-        # Half of each, as in algorithm 1 and the authors' code; the text adds them up.
+        # Weight of the loss on views: half as in algorithm 1 and the authors' code; the paper's text adds both losses.
         view_weight: Share = 0.5,
         region_weight: Share = 0.5,
-        region_from: float = 0.0,  # epochs in which the loss is L_V alone, at full weight, as in DINO
+        region_from: float = 0.0,  # number of first epochs with only the loss on views, at full weight, as in DINO
         region_loss: RegionLoss = "softmax",
         matching: Literal["argmax", "sinkhorn"] = "argmax",
         tokens: PositiveInt | None = None,  # tokens sampled from a view that has more (DeiT in the paper); None: all
@@ -81,14 +83,21 @@ class EsViT(Method):
             l_r = region_loss(self.region_loss, t_regions, s_regions, pairs, self.region_center, tau_t, tau_s)
             loss = self.view_weight * l_v + self.region_weight * l_r
             update_center(self.region_center, t_regions.scores, batch.rows, self.center_momentum)
+            right = self.right(pairs, batch, s_regions, t_regions)
         else:
-            l_r = torch.zeros_like(l_v)
+            l_r = right = torch.zeros_like(l_v)
             loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops these gradients
         stats = assignment_stats(t, self.center, tau_t)
         # After the loss, which uses the old centre. As in the authors' code, a centre is a mean of scores and each loss
         # has its own; in algorithm 1 both are means of the probabilities of views.
         update_center(self.center, t, batch.rows, self.center_momentum)
-        return {"loss": loss, "view": l_v, "region": l_r, **stats}
+        return {"loss": loss, "view": l_v, "region": l_r, "right": right, **stats}
+
+    def right(self, pairs: Match, batch: Batch, s: Regions, t: Regions) -> Tensor:
+        """Return the share of matches that are right; -1 where it is not known which: of a sample of tokens."""
+        if batch.boxes is None or self.student.tokens:
+            return torch.full_like(pairs.weight[0], -1)
+        return right_share(pairs, batch.boxes, s.features, t.features)
 
     def check_views(self, views: Sequence[Tensor]) -> None:
         check_large_crops(views)

@@ -1,4 +1,4 @@
-"""iBOT adds to DINO the prediction of hidden patches, whose prototypes the teacher assigns (Zhou et al. 2022).
+"""iBOT adds to DINO the prediction of the prototypes that the teacher assigns to hidden patches (Zhou et al. 2022).
 
 arXiv:2111.07832, algorithm 1. Where its text leaves a choice open, this follows the authors' code. B images, V views, N
 patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels.
@@ -35,12 +35,12 @@ class IBOT(Method):
         backbone: Backbone,
         *,
         prototypes: PositiveInt = 8192,
-        patch_prototypes: PositiveInt | None = None,  # a head for patches alone; None: they share the images'
+        patch_prototypes: PositiveInt | None = None,  # prototypes of a head for patches; None: the images' head
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
         free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
         mask_probability: Share = 0.5,  # the probability that a large crop has hidden patches
-        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # bounds of the share of its patches that are hidden
+        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),

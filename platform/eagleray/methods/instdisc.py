@@ -33,7 +33,7 @@ class InstDisc(Method):
         *,
         dim: PositiveInt = 128,
         temperature: PositiveFloat = 0.07,
-        momentum: Share = 0.5,  # the bank's momentum; the paper replaces vectors (0), the code does not
+        momentum: Share = 0.5,  # momentum of the bank; 0 in the paper, which replaces the vectors
         negatives: NonNegativeInt = 4096,  # 0: a softmax over all images
         proximal: float = 0.0,  # lambda of equation 10, which the released code does not have
     ) -> None:

@@ -1,4 +1,4 @@
-"""InstLoc contrasts boxes of an image that is pasted on two others, and not whole images (Yang et al. 2021).
+"""InstLoc pastes an image on two others, and contrasts the two boxes instead of whole images (Yang et al. 2021).
 
 arXiv:2102.08318, section 3, with the backbone and head of R50-C4. B images, C channels of a key, A anchors. Boxes
 (B, 4) are left, top, right and bottom in pixels.
@@ -20,11 +20,11 @@ from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.batch_norm import group_batch_norms, shuffle
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.queue import Queue
 from eagleray.models.region_align import check_convolutional, pooled_regions
-from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 from eagleray.views.pasting import DRAWS, draw_boxes, paste
 
 # The released code's anchors, as shares of the image's side: it has images of 256 pixels, and anchors of 32 to 256 at
@@ -49,8 +49,8 @@ class InstLoc(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         smallest: Share = 0.5,  # the smallest side that a box is fitted into, as a share of the image's side
-        overlap: Share = 0.5,  # IoU of a query's box with the true one, at least; 1: the query has the true box
-        side: PositiveInt = 14,  # cells of a box's side in front of the last stage
+        overlap: Share = 0.5,  # least IoU of a query's box with the true box; 1: the query has the true box
+        side: PositiveInt = 14,  # side of a box in cells, in front of the last stage
         norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()

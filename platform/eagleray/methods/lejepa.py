@@ -1,4 +1,4 @@
-"""LeJEPA predicts the mean of an image's large views, with embeddings kept Gaussian (Balestriero and LeCun 2025).
+"""LeJEPA predicts the mean embedding of large views and keeps embeddings Gaussian (Balestriero and LeCun 2025).
 
 arXiv:2511.08544, algorithm 2. B images, V views, C channels of the embedding.
 """
@@ -35,8 +35,8 @@ class LeJEPA(Method):
         embedding: PositiveInt = 512,  # width of a linear layer between the backbone and the projector
         hidden: PositiveInt = 2048,
         dim: PositiveInt = 512,
-        weight: Share = 0.05,  # lambda, of SIGReg; the prediction has 1 - lambda
-        slices: PositiveInt = 1024,  # random directions in a step
+        weight: Share = 0.05,  # lambda, weight of SIGReg; the prediction has weight 1 - lambda
+        slices: PositiveInt = 1024,  # number of random directions in a step
         # SIGReg compares characteristic functions up to this argument. The authors' code has 3, also for most of their
         # tables; the paper recommends 5.
         reach: PositiveFloat = 3.0,

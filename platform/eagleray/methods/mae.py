@@ -20,11 +20,10 @@ from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
-from eagleray.models import vit
+from eagleray.models import variants
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.masking import drops_patches
-from eagleray.models.micro_batch import micro_batched
-from eagleray.models.packing import take
+from eagleray.models.checkpointing import micro_batched
+from eagleray.models.tokens import drops_patches, take
 
 
 class MAE(Method):
@@ -92,16 +91,16 @@ class _Decoder(nn.Module):
     def __init__(self, backbone: Backbone, dim: int, depth: int, heads: int) -> None:
         super().__init__()
         model: Any = backbone.model
-        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # what timm's type for it does not allow
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # timm's type for it allows no partial
         patch = model.patch_embed.patch_size
         self.prefix = model.num_prefix_tokens
         self.embed = nn.Linear(model.embed_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = vit.sincos(model.patch_embed.grid_size, dim, prefix=self.prefix)
+        self.pos_embed = variants.sincos(model.patch_embed.grid_size, dim, prefix=self.prefix)
         self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)))
         self.norm = norm(dim)
         self.pred = nn.Linear(dim, backbone.channels * patch[0] * patch[1])
-        vit.init_mae(self)
+        variants.init_mae(self)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
         """Return the pixels (B, N, 3 p p) of patches in the order of the image. The tokens latent (B, P + n, D) are of

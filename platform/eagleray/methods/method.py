@@ -17,14 +17,15 @@ from eagleray.views.mixing import Mixing
 
 
 class Method(nn.Module):
-    """A pretraining method turns the views of a batch into a loss. B images on this rank, V views, S pixels on a side.
+    """Base class of pretraining methods: a method computes a loss from the views of a batch.
 
-    It is built as `M(backbone, **recipe["method"])`: the keyword-only parameters of its `__init__` are the keys of the
-    recipe's `method` section. All its state is parameters and buffers, so a checkpoint is its `state_dict()`.
+    In shapes, B is the number of images on this rank, V the number of views, and S the side of a view in pixels.
+    Eagleray builds a method M as `M(backbone, **recipe["method"])`: the keyword-only parameters of its `__init__` are
+    the keys of the recipe's `method` section. A checkpoint stores a method's `state_dict()`, so all state must be in
+    parameters and buffers.
 
-    Hooks are called in this order: `check_views` when a run is planned, `allocate` once before training, then in each
-    step `forward`, `before_step` and `after_step`. `export` may be called at any time.
-    """
+    Eagleray calls the hooks in this order: `check_views` when it plans a run, `allocate` once before training, then
+    `forward`, `before_step` and `after_step` in each step. Eagleray may call `export` at any time."""
 
     views: ClassVar[tuple[int, int]]
     """The smallest and the largest number of views that the method works with."""
@@ -35,8 +36,9 @@ class Method(nn.Module):
     may_change: ClassVar[tuple[str, ...]] = ()
     """The keys of the `method` section that may have another value when a run is continued. All others identify it."""
 
-    needs_boxes: ClassVar[bool] = False
-    """True if the method reads `Batch.boxes`, which say where in the image each view lies."""
+    needs_boxes: ClassVar[bool | None] = False
+    """True if the method reads `Batch.boxes`, which say where in the image each view lies; None if it does without them
+    where views move pixels after the crop."""
 
     pooled_only: ClassVar[bool] = False
     """True if the method reads nothing but the pooled vectors of what it trains, so that a ViT may see some of the
@@ -53,35 +55,34 @@ class Method(nn.Module):
     """The number of classes of the labels that the method learns from; None: it reads no labels."""
 
     def check_views(self, views: Sequence[Tensor]) -> None:
-        """Check that the method can work with views of these sizes, V x (1 or 2, 3, S, S).
+        """Check that the method can work with views of these sizes: V tensors (1 or 2, 3, S, S).
 
-        Called once on the meta device, so the views hold no data. Raises UserError, which names the recipe key, when
-        the sizes do not fit.
-        """
+        Eagleray calls `check_views` once, with views on the meta device, which hold no data. If the sizes do not fit,
+        `check_views` raises a UserError that names the recipe key."""
 
     def allocate(self, images: int) -> None:
         """Create the buffers that have a row for each image of the training set.
 
-        Called once, after the method was built and before its checkpoint is loaded and it is moved to its device.
-        """
+        Eagleray calls `allocate` once, before it loads a checkpoint and before it moves the method to its device."""
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return scalars by name, each a mean over this rank's rows. `loss` is minimised, the others are logged.
+        """Return scalars by name, as means over this rank's images. The optimiser minimises `loss`; the log shows all.
 
-        `batch.views` is V x (B, 3, S, S), `at` is the position of the step in the run. Buffers may be changed here.
-        When the gradient of the step is not finite, the loop restores them, except those of a `Memory`.
+        `batch.views` has V tensors (B, 3, S, S), and `at` is the position of the step in the run. `forward` may change
+        buffers. If the gradient of the step is not finite, the training loop restores all buffers except those of a
+        `Memory`.
 
-        Three names are also used to judge the health of a run. `entropy` and `usage` describe the targets p (B, K) over
-        K prototypes, as shares of ln K: the mean entropy of a row, and the entropy of the mean row. `gain` describes a
-        contrastive loss: ln K minus the cross-entropy in nats, which is 0 for a uniform guess among K candidates.
-        """
+        If a method returns the scalars `entropy`, `usage` or `gain`, Eagleray uses them to monitor the run's health.
+        For targets p (B, K) over K prototypes, `entropy` is the mean entropy of a row and `usage` is the entropy of the
+        mean row, both divided by ln K. For a contrastive loss, `gain` is ln K minus the cross-entropy in nats, which is
+        0 for a uniform guess among K candidates."""
         raise NotImplementedError
 
     def loss(self, views: Sequence[Tensor], label: Tensor | None = None, at: Progress | None = None) -> Tensor:
-        """Return the loss () of V views (B, 3, S, S), each of a whole image, as in the first step of a run. For a
-        notebook: methods that keep a row for each image need `allocate` first, and here the images are the first B.
-
-        `label` (B,) is the class of each image, and is read by methods that learn from labels alone."""
+        """Return the scalar loss of V views (B, 3, S, S), as in the first step of a run. `loss` is meant for notebooks:
+        each view counts as a whole image, and the B images count as the first B of the training set. Call `allocate`
+        first if the method keeps a row for each image. `label` (B,) is the class of each image, for methods that learn
+        from labels."""
         count, device = len(views[0]), views[0].device
         label = torch.zeros(count, dtype=torch.long, device=device) if label is None else label
         batch = Batch(list(views), torch.arange(count, device=device), label, (count,), whole_boxes(views))
@@ -90,22 +91,19 @@ class Method(nn.Module):
     def before_step(self, at: Progress) -> None:
         """Change or drop gradients before the optimiser step.
 
-        The gradients are already averaged over ranks and clipped.
-        """
+        At this point the gradients are already averaged over ranks and clipped."""
 
     def after_step(self, at: Progress) -> None:
         """Update momentum encoders and buffers. Called after the optimiser step."""
 
     def export(self) -> Backbone:
-        """Return the backbone that is evaluated and exported."""
+        """Return the backbone that Eagleray evaluates and exports."""
         raise NotImplementedError
 
     def monitored_backbone(self) -> Backbone:
-        """Return the backbone whose features of the training images the monitor reads, inside an `Encoder`.
+        """Return the backbone, part of an `Encoder`, whose features of training images the monitor reads.
 
-        It differs from the backbone of `export` if that one never sees training images, such as an average of the
-        weights.
-        """
+        The exported backbone is a different one if it never sees training images, like an average of the weights."""
         return self.export()
 
 

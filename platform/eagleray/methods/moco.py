@@ -17,10 +17,10 @@ from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.products import unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.batch_norm import group_batch_norms, shuffle
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 from eagleray.models.queue import Queue
-from eagleray.models.shuffle_bn import group_batch_norms, shuffle
 
 
 class MoCo(Method):

@@ -18,6 +18,7 @@ from eagleray.data.batch import Batch
 from eagleray.losses.products import inner, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
+from eagleray.models.batch_norm import each_view
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import mlp
 
@@ -39,11 +40,11 @@ class MoCoV3(Method):
         # paper has three layers and norms everywhere. The name of a backbone does not say which heads are meant.
         heads: Literal["vit", "r50"] = "vit",
         norm: bool = True,  # batch norm in both heads
-        # Batch norm, a backbone's too, sees both crops of the images together (SimCLR's code), not each apart (BYOL's).
+        # Batch norm, also a backbone's, sees both crops together (SimCLR's code), not each crop separately (BYOL's).
         joint_norm: bool = False,
         predictor: bool = True,
         temperature: PositiveFloat = 0.2,
-        momentum: Schedule = Schedule(value=0.99, end=1.0),  # the paper has 0.99, the ViT recipe of the code raises it
+        momentum: Schedule = Schedule(value=0.99, end=1.0),  # 0.99 in the paper; the code raises it for ViTs
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.joint_norm = temperature, momentum, joint_norm
@@ -67,7 +68,7 @@ class MoCoV3(Method):
         if self.joint_norm:
             joint: Tensor = head(encoder(views))
             return joint.chunk(len(views))
-        return [head(z) for z in encoder.each(views)]  # one call per view: batch norm must not mix the two
+        return each_view(head, encoder.each(views))  # batch norm must not mix the two
 
     def export(self) -> Backbone:
         return self.base_encoder.backbone

@@ -1,4 +1,4 @@
-"""Masked patch prediction names the mean colours of patches that were masked or exchanged (Dosovitskiy et al. 2021).
+"""Masked patch prediction predicts the mean colours of patches that were masked or exchanged (Dosovitskiy et al. 2021).
 
 arXiv:2010.11929, appendix B.1.2. B images, N patches on a grid of h x w, n of them corrupted, D channels, C colours.
 """
@@ -19,9 +19,8 @@ from eagleray.config.types import Share
 from eagleray.data.batch import Batch
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
-from eagleray.models.masking import drops_patches
-from eagleray.models.packing import Hidden, maskable, take
 from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
+from eagleray.models.tokens import Hidden, drops_patches, maskable, take
 from eagleray.views.colours import colours
 
 MOST_CHANNELS = 5  # five channels have 32,768 colours
@@ -38,9 +37,9 @@ class MPP(Method):
         self,
         backbone: Backbone,
         *,
-        corrupted: Annotated[float, Field(gt=0, le=1)] = 0.5,  # share of the patches
-        masked: Share = 0.8,  # share of the corrupted patches in whose place the mask token stands
-        exchanged: Share = 0.1,  # share of the corrupted patches in whose place another patch stands; the rest stay
+        corrupted: Annotated[float, Field(gt=0, le=1)] = 0.5,  # share of the patches that are corrupted
+        masked: Share = 0.8,  # share of the corrupted patches that the mask token replaces
+        exchanged: Share = 0.1,  # share of the corrupted patches that another patch replaces; the rest stay
     ) -> None:
         super().__init__()
         if not (maskable(backbone.model) and drops_patches(backbone.model)):

@@ -1,4 +1,4 @@
-"""PIRL learns one vector for an image and for its shuffled patches, with a memory bank (Misra and van der Maaten 2020).
+"""PIRL learns equal vectors for an image and its shuffled patches, with a memory bank (Misra and van der Maaten 2020).
 
 arXiv:1912.01991, section 2, with the jigsaw as pretext. B images on this rank, n in the training set, K negatives,
 D channels of the backbone, C of a stored vector, S pixels on a side of a view and P on a side of a patch.
@@ -39,8 +39,8 @@ class PIRL(Method):
         temperature: PositiveFloat = 0.07,
         momentum: Share = 0.5,  # momentum of the bank's vectors
         negatives: PositiveInt = 32000,
-        patch: PositiveInt = 64,  # pixels on a side
-        jigsaw_weight: Share = 0.5,  # lambda: of the loss of the patches; that of the image has the rest
+        patch: PositiveInt = 64,  # side of a patch in pixels
+        jigsaw_weight: Share = 0.5,  # lambda, weight of the patches' loss; the image's loss has the rest
     ) -> None:
         super().__init__()
         self.dim, self.temperature, self.momentum = dim, temperature, momentum

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eagleray.base.autocast import in_float32
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
+from eagleray.losses.places import apart, centres
 from eagleray.losses.products import cosine, unit
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder, Features
@@ -33,7 +34,7 @@ class PixPro(Method):
         dim: PositiveInt = 256,
         hidden: PositiveInt = 4096,
         sharpness: Annotated[float, Field(ge=1)] = 2.0,  # the exponent gamma of similarities
-        distance: PositiveFloat = 0.7,  # two patches closer than this are a pair, in diagonals of the larger patch
+        distance: PositiveFloat = 0.7,  # two patches closer than this, in diagonals of the larger patch, are a pair
         momentum: Schedule = Schedule(value=0.99, end=1.0),
         instance_weight: NonNegativeFloat = 0.0,  # the weight of the loss of whole images; 0: no heads for it
     ) -> None:
@@ -120,16 +121,5 @@ def near(boxes: Tensor, grids: tuple[tuple[int, int], tuple[int, int]], distance
 
     Places are shares of the image's width and height, as in the authors' code, whatever its aspect ratio."""
     (c1, diagonal1), (c2, diagonal2) = map(centres, boxes, grids)
-    apart = torch.cdist(c1, c2, compute_mode="donot_use_mm_for_euclid_dist")
-    return (apart < distance * torch.maximum(diagonal1, diagonal2)[:, None, None]).to(apart.dtype)
-
-
-def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return x and y of the centres (B, N, 2) of the patches of views with these boxes (B, 4), and the diagonal (B,) of
-    a patch. A flipped view has a negative width."""
-    (h, w), (left, top, right, bottom) = grid, boxes.unbind(1)
-    width, height = (right - left) / w, (bottom - top) / h
-    x = left[:, None] + width[:, None] * (torch.arange(w, device=boxes.device) + 0.5)  # (B, w)
-    y = top[:, None] + height[:, None] * (torch.arange(h, device=boxes.device) + 0.5)  # (B, h)
-    places = torch.stack([x[:, None].expand(-1, h, -1), y[:, :, None].expand(-1, -1, w)], -1)  # (B, h, w, 2)
-    return places.flatten(1, 2), torch.hypot(width, height)
+    far = apart(c1, c2)
+    return (far < distance * torch.maximum(diagonal1, diagonal2)[:, None, None]).to(far.dtype)

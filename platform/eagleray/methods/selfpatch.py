@@ -7,7 +7,7 @@ prototypes of images, P of patches, d channels of the bottleneck.
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
@@ -43,11 +43,11 @@ class SelfPatch(Method):
         bottleneck: PositiveInt = 256,
         heads: PositiveInt = 6,  # heads of the class attention, as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
-        # A patch at one border has the patches at the opposite border as neighbours, as in the authors' code only.
+        # Patches at opposite borders of the image are neighbours, as in the authors' code but not in the paper.
         wrap: bool = True,
         # The crops that the teacher sees and whose patches are compared. The code takes all; its comment says large.
         crops: Literal["all", "large"] = "all",
-        patch_weight: PositiveFloat = 0.1,
+        patch_weight: NonNegativeFloat = 0.1,  # 0: DINO alone
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.04),
         momentum: Schedule = Schedule(value=0.996, end=1.0),

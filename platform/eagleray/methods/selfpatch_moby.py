@@ -48,7 +48,7 @@ class SelfPatchMoBY(Method):
         bottleneck: PositiveInt = 256,
         heads: PositiveInt = 3,  # heads of the class attention, as many as the backbone's
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
-        wrap: bool = True,  # neighbours across the image's border
+        wrap: bool = True,  # patches at opposite borders of the image are neighbours
         patch_weight: PositiveFloat = 0.1,
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.04),

@@ -1,4 +1,4 @@
-"""SimSiam predicts the other view's projection, whose gradient is stopped (Chen and He 2021).
+"""SimSiam predicts the other view's projection, and stops the projection's gradient (Chen and He 2021).
 
 arXiv:2011.10566, algorithm 1. B images, C channels.
 """

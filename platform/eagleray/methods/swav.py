@@ -42,7 +42,7 @@ class SwAV(Method):
         temperature: PositiveFloat = 0.1,
         epsilon: PositiveFloat = 0.05,
         iterations: PositiveInt = 3,
-        queue: NonNegativeInt = 0,  # features of each full-resolution crop that are kept; 0: no queue
+        queue: NonNegativeInt = 0,  # number of features that are kept of each full-resolution crop; 0: no queue
         queue_start: float = 15.0,  # epochs before the queue begins to fill
         freeze_prototypes: NonNegativeInt = 313,  # steps; the default is the paper's first epoch, at 4096 images a step
     ) -> None:

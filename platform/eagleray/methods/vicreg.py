@@ -1,4 +1,4 @@
-"""VICReg draws two views together while channels keep their variance and lose covariance (Bardes et al. 2022).
+"""VICReg makes two views agree while channels keep their variance and lose covariance (Bardes et al. 2022).
 
 arXiv:2105.04906, algorithm 1. B images on this rank, N on all ranks, C channels.
 """

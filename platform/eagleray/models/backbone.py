@@ -1,26 +1,30 @@
 """One interface to every timm backbone: a pooled vector and a grid of patch vectors."""
 
-import difflib
 import keyword
-import types
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray.base.errors import UserError
-from eagleray.models import vit
-from eagleray.models.class_token import class_token_pooled, class_tokens
-from eagleray.models.masking import visible_tokens
-from eagleray.models.micro_batch import micro_batched
-from eagleray.models.packing import Hidden, masked_features, packable, packed_features
+from eagleray.base.errors import UserError, explained
+from eagleray.models import variants
+from eagleray.models.batch_norm import each_view
+from eagleray.models.checkpointing import micro_batched
+from eagleray.models.names import no_model, register_ours
 from eagleray.models.stages import Parts, modules, stage_outputs, widths
-from eagleray.models.wide_stem import widen_stem
-from eagleray.models.zoo import cvt13, cvt_esvit, pvt, sk_resnet, swin, t2t, vil  # noqa: F401  each registers with timm
+from eagleray.models.tokens import (
+    Hidden,
+    class_token_pooled,
+    class_tokens,
+    joined,
+    masked_features,
+    packable,
+    packed_features,
+    visible_tokens,
+)
 
 Head = TypeVar("Head", bound=nn.Module)
 P = ParamSpec("P")
@@ -43,10 +47,10 @@ class Features(NamedTuple):
 
 
 class Backbone(nn.Module):
-    """A timm model without its classifier, changed as a recipe's backbone section says. B images, D channels.
+    """A timm model without its classifier, with the changes of a recipe's `backbone` section.
 
-    Raises UserError for a name or an option that timm does not know, and for keys that exclude each other.
-    """
+    In shapes, B is the number of images and D of channels. Raises UserError for a name or an option unknown to timm,
+    and for arguments that exclude each other."""
 
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward while training; None: all
@@ -73,13 +77,13 @@ class Backbone(nn.Module):
         self.dim: int = self.model.num_features
         self.channels: int = (options or {}).get("in_chans", 3)  # channels of the images
         if stem == "wide":
-            widen_stem(self.model, name)
+            variants.widen_stem(self.model, name)
         if position in ("sincos", "dino"):
-            set_position(self.model, name, position)
+            variants.set_position(self.model, name, position)
         if init == "mae":
-            vit.init_mae(self.model)
+            variants.init_mae(self.model)
         if init != "timm" and stem == "timm":  # MoCo v3 leaves a stem of convolutions at PyTorch's initialisation
-            vit.init_patch(self.model.patch_embed.proj)
+            variants.init_patch(self.model.patch_embed.proj)
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
                 raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
@@ -94,7 +98,7 @@ class Backbone(nn.Module):
                 nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
-        """Return the features of images (B, 3, H, W), some of whose patches may be hidden from a `maskable` model."""
+        """Return the features of images (B, 3, H, W). `hidden` masks patches and needs a `maskable` model."""
         size = self.at_once
         if hidden is None:
             return Features(*micro_batched(self._features, images, size))
@@ -102,15 +106,14 @@ class Backbone(nn.Module):
         return Features(*micro_batched(partial(self._features, token=hidden.token), images, size, *where))
 
     def pooled(self, images: Tensor) -> Tensor:
-        """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches in memory."""
+        """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches' features in memory."""
         out: Tensor = micro_batched(self._pooled, images, self.at_once)
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Features]:
         """Return the features of each of V views (B, 3, S, S).
 
-        A backbone without batch norm takes views of one size in one forward pass.
-        """
+        If all views have the same size and the model has no batch norm, a single forward pass computes all of them."""
         if not self._joins(views):
             return [self(x) for x in views]
         out = self(torch.cat(list(views)))
@@ -118,40 +121,40 @@ class Backbone(nn.Module):
         return [Features(pooled, patches, out.grid) for pooled, patches in parts]
 
     def pooled_each(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Return the pooled vectors (B, D) of each of V views, as `each` does."""
+        """Return the pooled vectors (B, D) of each of V views, with the same forward passes as `each`."""
         if not self._joins(views):
             return [self.pooled(x) for x in views]
         return list(self.pooled(torch.cat(list(views))).chunk(len(views)))
 
     @property
     def at_once(self) -> int | None:
-        """Return the number of images that pass through the model at once in a training step, also while its weights
-        are held. None stands for all of them, as outside of training."""
+        """Return the number of images in one forward pass of a training step, even while `start.freeze` keeps the
+        weights. None means all images of the batch; outside of training, the number is always None."""
         return self.micro_batch if self.training or self.held else None
 
     def _joins(self, views: Sequence[Tensor]) -> bool:
         return len(views) > 1 and not self.batch_norm and len({x.shape for x in views}) == 1
 
     def sizes(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Features]:
-        """Return the features of images (B, 3, S, S) of several sizes, in one forward where the model can do that.
+        """Return the features of each tensor of images (B, 3, S, S), whose sizes S may differ.
 
-        Patches of the images of the first size may be hidden from a `maskable` model."""
+        If the model supports mixed sizes, one forward pass computes all features. `hidden` masks patches of the first
+        tensor and needs a `maskable` model."""
         if not self._packs(images):
             return [self(images[0], hidden), *(self(x) for x in images[1:])]
         outs = self._run(images, hidden=hidden)
         return [self._split(out, x) for out, x in zip(outs, images, strict=True)]
 
     def pooled_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Return the pooled vectors (B, D) of images of several sizes, as `sizes` does."""
+        """Return the pooled vectors (B, D) of each tensor of images, with the same forward passes as `sizes`."""
         if not self._packs(images):
             return [self.pooled(x) for x in images]
         return [self.model.forward_head(out, pre_logits=True) for out in self._run(images, pooled=True)]
 
     def visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pooled vectors (B, D) and all tokens (B, P + n, D) of images (B, 3, S, S) of which the blocks see
-        only the patches at the positions kept (B, n), counted row by row; P are prefix tokens, such as the class token.
-
-        Of the backbones for which `masking.drops_patches` holds."""
+        """Return the pooled vectors (B, D) and all tokens (B, P + n, D) of images (B, 3, S, S), if the blocks process
+        only the n patches at the positions `kept` (B, n), counted row by row. P is the number of prefix tokens, such as
+        the class token. Only backbones for which `tokens.drops_patches` is true support `visible`."""
         pooled, tokens = micro_batched(self._visible, images, self.at_once, kept)
         return pooled, tokens
 
@@ -182,7 +185,11 @@ class Backbone(nn.Module):
         """Return the output of the model's `forward_features` for images of one size or, where it packs, of several.
 
         With `pooled` the output may be the class token alone. Evaluations take whole outputs, as timm computes them."""
-        run = compile_once(outputs) if self.compiled and self.training else outputs
+        run = outputs
+        if self.compiled and self.training:
+            run = compile_once(outputs)
+            if fill := getattr(self.model, "fill_layouts", None):  # EsViT's Swin
+                fill(images)  # the compiler would take what a trace fills in for a change
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden)
 
@@ -196,20 +203,20 @@ class Backbone(nn.Module):
         return Features(pooled, out[:, self.model.num_prefix_tokens :], self.patch_grid(images))
 
     def patch_grid(self, images: Tensor) -> tuple[int, int]:
-        """Return the rows and columns of patches that a ViT makes of images (B, 3, H, W)."""
+        """Return the numbers of rows and columns of patches into which a ViT divides images (B, 3, H, W)."""
         ph, pw = self.model.patch_embed.patch_size
         return images.shape[2] // ph, images.shape[3] // pw
 
     def dims(self, parts: Parts) -> list[int]:
-        """Return the channels of the tokens that `grids` returns for these parts."""
+        """Return the number of channels of each of the token tensors that `grids` returns for `parts`."""
         return widths(self.model, parts)
 
     def grids(self, images: Tensor, parts: Parts = "last") -> tuple[Tensor, list[Tensor]]:
-        """Return the pooled vectors (B, D) and the tokens (B, D, h, w) after these parts, of images (B, 3, H, W).
+        """Return the pooled vectors (B, D) of images (B, 3, H, W), and their tokens (B, D, h, w) after every part.
 
-        The last tokens of a pyramid are read before the norm at its end, those of a ViT after it. Raises UserError for
-        a model without stages or blocks, and where blocks of a pyramid return tokens without saying on which grid.
-        """
+        `parts` selects all stages, all blocks or the last one. The last tokens of a pyramid come before its final norm,
+        those of a ViT after it. Raises UserError for a model without stages or blocks, and for a pyramid whose blocks
+        return tokens without their grid."""
         pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, self.at_once)
         return pooled, grids
 
@@ -228,8 +235,8 @@ class Backbone(nn.Module):
         return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
 
     def pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean tokens (B, D) of every stage, of images (B, 3, H, W); those of the last stage are the pooled
-        vectors. Raises UserError as `grids` does."""
+        """Return the mean tokens (B, D) of every stage for images (B, 3, H, W). Those of the last stage are the pooled
+        vectors. Raises UserError for the same models as `grids`."""
         out: tuple[Tensor, ...] = micro_batched(self._pooled_stages, images, self.at_once)
         return out
 
@@ -238,14 +245,11 @@ class Backbone(nn.Module):
         return *(x.mean((2, 3)) for x in grids[:-1]), pooled
 
     def attention(self, images: Tensor) -> Tensor:
-        """Return the attention of a ViT's last block (B, heads, 1 + N, 1 + N), queries before keys; rows sum to one."""
+        """Return the attention (B, heads, 1 + N, 1 + N) of a ViT's last block. The row of each query sums to one."""
         seen: list[Tensor] = []
         attn = self.model.blocks[-1].attn
-        hook = attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        try:
+        with attn.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
             self.model.forward_features(images)
-        finally:
-            hook.remove()
         b, n, _ = seen[0].shape
         q, k, _ = attn.qkv(seen[0]).view(b, n, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
         return (attn.q_norm(q) @ attn.k_norm(k).mT * attn.scale).softmax(-1)
@@ -270,34 +274,32 @@ def compile_once(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Encoder(nn.Module, Generic[Head]):
-    """A backbone with a head on its pooled vector, such as a student, a teacher or MoCo's f_q."""
+    """A backbone with a head on its pooled vector, such as a student, a teacher or MoCo's query encoder f_q."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """Return the head's output (V * B, C), view-major, for V x (B, 3, S, S).
+        """Return the head's output (V * B, C) for V views (B, 3, S, S); the first view's rows come first.
 
-        Neighbouring views of one size share a forward of the backbone. The head runs once on all views together, so its
-        batch norm sees all of them.
-        """
+        Consecutive views of one size share a forward pass of the backbone. The head runs once on all views together, so
+        its batch norm computes its statistics over all views."""
         same: list[list[Tensor]] = []
         for x in views:
             if same and same[-1][0].shape == x.shape:
                 same[-1].append(x)
             else:
                 same.append([x])
-        out: Tensor = self.head(torch.cat(self.backbone.pooled_sizes([torch.cat(xs) for xs in same])))
+        out: Tensor = self.head(joined(self.backbone.pooled_sizes([joined(xs) for xs in same])))
         return out
 
     def each(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Return the head's output (B, C) of each view, for V x (B, 3, S, S).
+        """Return the head's output (B, C) for each of V views (B, 3, S, S).
 
-        The head runs once for each view, so its batch norm never sees two of them. So does a backbone with batch norm;
-        any other backbone runs once for views of one size.
-        """
-        return [self.head(f) for f in self.backbone.pooled_each(views)]
+        Batch norm never mixes two views: the head's batch norm computes separate statistics for each view, and a
+        backbone with batch norm runs once for each view. Any other backbone runs once for all views of one size."""
+        return each_view(self.head, self.backbone.pooled_each(views))
 
 
 def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
@@ -322,14 +324,13 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
     """
     base = name.partition(".")[0]
     if not timm.is_model(base):
-        close = difflib.get_close_matches(base, timm.list_models(), 1)
-        raise UserError(
-            f"backbone.name={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else "")
-        )
+        register_ours()
+    if not timm.is_model(base):
+        raise no_model(name)
     family = timm.model_entrypoint(base).__module__.rpartition(".")[2]
     arguments: dict[str, Any] = {**ANY_SIZE.get(family, {}), **settings}
     for key, value in keys.items():
-        extra = vit.ARGUMENTS.get((key, value), {})
+        extra = variants.ARGUMENTS.get((key, value), {})
         if extra and family != "vision_transformer":
             raise UserError(f"backbone.{key}={value}: {name} is not one of timm's plain vision transformers")
         if twice := sorted(extra.keys() & options.keys()):
@@ -337,64 +338,6 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
         arguments |= extra
     for option in options:
         check_option(option)
-    try:
-        model = timm.create_model(base, num_classes=0, **{**arguments, **options})
-    except (TypeError, ValueError, AssertionError, RuntimeError) as e:
-        raise UserError(f"backbone.name={name} backbone.options={options}: {' '.join(str(e).split())}") from None
-    return model
-
-
-def set_position(model: Any, name: str, position: str) -> None:
-    """Set a ViT's position table to a fixed one (`sincos`), or let it be resampled as in DINO (`dino`).
-
-    Raises UserError for a model that is not made for it.
-    """
-    if getattr(model, "pos_embed", None) is None:
-        raise UserError(f"backbone.position={position}: {name} has no position table")
-    if position == "dino":
-        if model.num_prefix_tokens != (model.cls_token is not None):
-            raise UserError(f"backbone.position=dino: {name} has prefix tokens other than a class token")
-        model._pos_embed = types.MethodType(_dino_position, model)
-        return
-    try:
-        vit.set_sincos(model)
-    except ValueError as e:
-        raise UserError(f"backbone.position=sincos: {name} {e}") from None
-
-
-def _dino_position(self: Any, x: Tensor) -> Tensor:
-    """Add positions to patches (B, h, w, D) as DINO does, and return tokens (B, P + h * w, D).
-
-    P is 1 with a class token and 0 without.
-    """
-    table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
-    tokens = x.flatten(1, 2)
-    if self.cls_token is not None:
-        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1)
-    return self.pos_drop(tokens + table)
-
-
-def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
-    """Resample a grid (1, D, h, w) by these factors."""
-    if grid.is_cpu or not torch.are_deterministic_algorithms_enabled():
-        return F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    # Its gradient has no fixed order on a GPU, that of the same product with a matrix has.
-    h, w = grid.shape[2:]
-    each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
-    with torch.autocast(grid.device.type, enabled=False):
-        return (grid.flatten(2) @ each.flatten(1).to(grid.dtype)).unflatten(2, each.shape[2:])
-
-
-def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Resample a position table (1, P + N, D) to another grid, bicubic without antialiasing; the first P rows stay.
-
-    DINO adds 0.1 to the size of the grid to avoid rounding errors. That moves the sampling points, and DINO's weights
-    were trained with the moved points.
-    """
-    if new == old:
-        return table
-    prefix = table.shape[1] - old[0] * old[1]
-    grid = table[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2)
-    scale = [(n + 0.1) / o for n, o in zip(new, old, strict=True)]
-    grid = bicubic(grid, scale)
-    return torch.cat([table[:, :prefix], grid.permute(0, 2, 3, 1).flatten(1, 2)], 1)
+    unfit = TypeError, ValueError, AssertionError, RuntimeError
+    with explained(f"backbone.name={name} backbone.options={options}", *unfit):
+        return timm.create_model(base, num_classes=0, **{**arguments, **options})

@@ -1,6 +1,7 @@
-"""Activation checkpointing keeps only the input of each block and computes the rest again in the backward pass.
+"""What a backward pass computes again instead of keeping: the inside of each block, or the features of a micro-batch.
 
-Chen et al. 2016, arXiv:1604.06174.
+Activation checkpointing keeps only the input of a block (Chen et al. 2016, arXiv:1604.06174). Micro-batches run a
+network on a few images at a time and give the gradient of the whole batch (Gao et al. 2021, arXiv:2101.06983).
 """
 
 import functools
@@ -10,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eagleray.models.stages import blocks
@@ -66,3 +67,19 @@ def _copied_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for table, buffers in zip(tables, before, strict=True):
             table.update(buffers)
+
+
+def micro_batched(f: Callable[..., Any], x: Tensor, size: int | None, *more: Tensor) -> Any:
+    """Return f(x, *more) for tensors (B, ...), computed on at most `size` rows at once; with None, on all rows at once.
+
+    f returns a tensor (B, ...), or a tuple of such tensors and of constants. The memory needed is that of one
+    micro-batch and of all outputs; the backward pass costs one more forward.
+    """
+    if size is None or len(x) <= size:
+        return f(x, *more)
+    # Without gradients there is no backward pass to recompute for.
+    run = (lambda *parts: checkpoint(f, *parts, use_reentrant=False)) if torch.is_grad_enabled() else f
+    outs = [run(*parts) for parts in zip(*(t.split(size) for t in (x, *more)), strict=True)]
+    if isinstance(outs[0], Tensor):
+        return torch.cat(outs)
+    return tuple(torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*outs, strict=True))

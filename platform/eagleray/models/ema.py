@@ -9,7 +9,7 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
-from eagleray.base.shards import local, sharded
+from eagleray.base.dist import local, sharded
 
 M = TypeVar("M", bound=nn.Module)
 

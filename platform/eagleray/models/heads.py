@@ -1,6 +1,8 @@
 """Projection and prediction heads that several methods share."""
 
 import itertools
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,8 @@ def zero_loss(module: nn.Module) -> Tensor:
 
 class PrototypeHead(nn.Module):
     """DINO's head: an MLP, a bottleneck of unit length and a weight-normalised linear layer of K prototypes."""
+
+    compiled = False  # whether the layers up to the bottleneck run through torch.compile while training
 
     def __init__(
         self,
@@ -81,4 +85,16 @@ class PrototypeHead(nn.Module):
 
         The scores (B, K) are `last(z)`. They are too many for memory, so losses compute them in chunks.
         """
-        return F.normalize(self.mlp(x), dim=-1)
+        run = compiled_projection() if self.compiled and self.training else projection
+        return run(self.mlp, x)
+
+
+def projection(mlp: nn.Module, x: Tensor) -> Tensor:
+    """Return an MLP's output for x (B, dim), scaled to length one."""
+    return F.normalize(mlp(x), dim=-1)
+
+
+@cache
+def compiled_projection() -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return `projection` compiled, for any number of rows: those of hidden patches differ from step to step."""
+    return torch.compile(projection)

@@ -1,10 +1,10 @@
 """Files of the Hugging Face Hub: from its cache on this machine, or downloaded. Without a network an error comes at
 once, where the Hub's own client would try for a minute."""
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,23 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 from timm.models import PretrainedCfg
 
 from eagleray.base.errors import UserError, one_line
+from eagleray.base.threads import begin
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # a repository has its weights in one of these
 PATIENCE = 5.0  # seconds in which the Hub has to answer
 TOKEN = "set HF_TOKEN to a token that may read it"
 
 
-def fetch(repository: str, names: Sequence[str] = FILES) -> Path:
+def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
     """Return the first of these files that a repository has. `repository` may end with `@` and a revision. Raises
-    UserError when there is none, the Hub does not answer or wants a token."""
+    UserError when there is none, the Hub does not answer or wants a token; it begins with `given`, the key and value of
+    a recipe."""
     name, _, revision = repository.partition("@")
     try:
         for file in names:
             if isinstance(known := try_to_load_from_cache(name, file, revision=revision or None), str):
                 return Path(known)
-        check_network(constants.ENDPOINT)
+        check_network(constants.ENDPOINT, given)
         for file in names:
             try:
                 return Path(hf_hub_download(name, file, revision=revision or None, endpoint=constants.ENDPOINT))
@@ -37,43 +39,40 @@ def fetch(repository: str, names: Sequence[str] = FILES) -> Path:
     except UserError:
         raise
     except GatedRepoError:
-        raise UserError(f"the Hub asks who reads this repository: accept its terms there and {TOKEN}") from None
+        asked = "the Hub asks who reads this repository: accept its terms there"
+        raise UserError(f"{given}: {asked} and {TOKEN}") from None
     except RepositoryNotFoundError:
-        raise UserError(f"the Hub has no such repository, or a private one; {TOKEN}") from None
+        raise UserError(f"{given}: the Hub has no such repository, or a private one; {TOKEN}") from None
     except Exception as e:  # many libraries raise here: a full disk, a proxy, an unknown name
-        raise UserError(f"cannot be fetched ({type(e).__name__}: {one_line(e)})") from None
-    raise UserError(f"the repository has no {' or '.join(names)}")
+        raise UserError(f"{given}: cannot be fetched ({type(e).__name__}: {one_line(e)})") from None
+    raise UserError(f"{given}: the repository has no {' or '.join(names)}")
 
 
-def timm_overlay(cfg: PretrainedCfg | None) -> dict[str, Any]:
+def timm_overlay(cfg: PretrainedCfg | None, given: str) -> dict[str, Any]:
     """Return the changes to the configuration of timm's pretrained weights with which they are read from a file that
-    `fetch` returned; none where timm has another way to get them. Raises UserError."""
+    `fetch` returned; none where timm has another way to get them. Raises UserError as `fetch` does."""
     if cfg is None or cfg.file or not cfg.hf_hub_id or cfg.custom_load == "hf":
         return {}
     named = cfg.hf_hub_filename
-    file = fetch(cfg.hf_hub_id, (named,) if named else FILES)
+    file = fetch(cfg.hf_hub_id, (named,) if named else FILES, given=given)
     return {"file": str(file), "custom_load": False}
 
 
-def check_network(url: str) -> None:
+def check_network(url: str, given: str) -> None:
     """Raises UserError when the server of a URL does not answer within PATIENCE."""
     if constants.HF_HUB_OFFLINE:
-        raise UserError("not in the Hub's cache on this machine, and HF_HUB_OFFLINE is set")
-    problems: list[str] = ["no answer"]
+        raise UserError(f"{given}: not in the Hub's cache on this machine, and HF_HUB_OFFLINE is set")
 
-    def ask() -> None:
+    def ask() -> str:
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE)
         except urllib.error.HTTPError:
             pass  # an answer
         except (OSError, ValueError) as e:
-            problems[:] = [one_line(getattr(e, "reason", e))]
-            return
-        problems.clear()
+            return one_line(getattr(e, "reason", e))
+        return ""
 
-    # Looking up the name has no time limit of its own.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if problems:
-        raise UserError(f"not in the Hub's cache on this machine, and {url} cannot be reached ({problems[0]})")
+    asked = begin(ask, "hub")  # looking up the name has no time limit of its own
+    wait([asked], PATIENCE)
+    if problem := asked.result() if asked.done() else "no answer":
+        raise UserError(f"{given}: not in the Hub's cache on this machine, and {url} cannot be reached ({problem})")

@@ -14,14 +14,14 @@ from torch import Tensor
 from eagleray.models.tensor_files import State, tensors_in
 
 STUDENT, TEACHER = "student", "teacher"  # the trained network and its momentum copy, in any method
-WIDTHS = (192, 384, 768, 1024, 1536)  # of the ViTs of DINO, iBOT and DINOv2, whose attention heads have 64 channels
+WIDTHS = (192, 384, 768, 1024, 1536)  # ViTs of DINO, iBOT and DINOv2 of these widths have heads of 64 channels
 MOCO_HEADS = 12  # every ViT of MoCo v3 has 12 heads, also ViT-S
 
 
 class Layout(NamedTuple):
     """A checkpoint of a method, with eagleray's names."""
 
-    authors: str  # whose layout it is
+    authors: str  # the method whose authors use this layout
     exported: str  # STUDENT or TEACHER: whose backbone they evaluate
     backbones: dict[str, State]  # keys are STUDENT and TEACHER
     parts: State  # heads, predictors, centres and queues

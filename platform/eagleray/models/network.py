@@ -32,22 +32,23 @@ def is_public(source: str) -> bool:
 class Network:
     """The backbone of a run: a timm model and the changes to it."""
 
-    name: str = "vit_small_patch16_224"
-    # Initial weights: a run, a checkpoint, a file of tensors, or timm:NAME for timm's pretrained ones; None: random.
+    name: str = "vit_small_patch16_224"  # a model of timm
+    # Initial weights of fine-tuning: a run, a checkpoint, a file of tensors, or timm:NAME; None: random. Pretraining
+    # has `start`
     weights: str | None = None
-    drop_path: Share = 0.0  # drop path of the trained network; momentum copies drop nothing
+    drop_path: Share = 0.0  # rate of stochastic depth in the trained network; momentum copies drop nothing
     init: Literal["timm", "moco", "mae"] = "timm"  # the initial weights of a ViT: as in timm, MoCo v3 or MAE
-    # A ViT's positions at any crop size: a trained table, resampled as in timm or in DINO; a fixed table; none.
+    # A ViT's position table. timm, dino: trained, resampled as there to any size; sincos: fixed (MoCo v3); or none
     position: Literal["timm", "sincos", "dino", "none"] = "timm"
-    # A ViT's pooled vector. timm: as its model pools; mean: of the patches, with neither class token nor final norm;
-    # norm_mean: of the patches after the final norm, without class token.
+    # A ViT's pooled vector. timm: as the timm model pools; mean: of the patches, without class token and final norm;
+    # norm_mean: mean of the patches after the final norm, without class token
     pool: Literal["timm", "mean", "norm_mean"] = "timm"
     norm: Literal["timm", "batch"] = "timm"  # batch: batch norm before a ViT's MLPs, over images and tokens (ViT-BN)
-    # conv: four 3x3 convolutions instead of the projection of 16-pixel patches; wide: of a ResNet whose `channels` are
-    # other than timm's, as wide as its first stage
+    # conv: four 3x3 convolutions instead of the projection of 16-pixel patches; wide: a ResNet's stem is as wide as its
+    # first stage, if its `channels` are not timm's
     stem: Literal["timm", "conv", "wide"] = "timm"
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
-    # Of a ViT's trained patch projection. batch: batch norm of the tokens; weight: of the weights (Salimans and Kingma)
+    # Norm of a ViT's patch projection. batch: batch norm of the tokens; weight: weight norm (Salimans and Kingma)
     patch_norm: Literal["timm", "batch", "weight"] = "timm"
     options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model
 

@@ -50,7 +50,7 @@ def convert(model: nn.Module, tensors: dict[str, Tensor], theirs: Pixels) -> boo
         return False
     factor, summand = conversion(theirs).view(2, 1, 3, 1, 1)
     kind, kernel = tensors[weight].dtype, tensors[weight].double()  # (D, 3, h, w)
-    shift = (kernel * summand).sum((1, 2, 3))  # (D)
+    shift = (kernel * summand).sum((1, 2, 3))  # (D,)
     if conv.bias is not None:  # one that the source lacks is zero there
         tensors[bias] = (tensors[bias].double() + shift if bias in tensors else shift).to(kind)
     elif isinstance(model, VisionTransformer | Eva) and "pos_embed" in tensors:

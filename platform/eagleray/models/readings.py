@@ -1,21 +1,25 @@
-"""Finds the tensors of a backbone in a file: those that fit best of all mappings, prefixes and schools of names.
+"""Finds the tensors of a backbone in a file, and gives them the names and the shapes that they have in the model.
+
+Those are taken that fit best of all mappings, prefixes and schools of names.
 
 Where several fit equally well, an average comes before the weights that it is of, and the network that its authors
-evaluate before the other one.
+evaluate before the other one. N patches, P prefix tokens (class token and registers), D channels.
 """
 
 import contextlib
 import io
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
+from torch import Tensor, nn
 
-from eagleray.models.resample import has_any_size
-from eagleray.models.tensor_files import State, bare
+from eagleray.models.tensor_files import State, unwrap_name
 
 # Words in the names of mappings and prefixes, the preferred ones first. Those of BYOL and MoCo v3 evaluate the trained
 # encoder, whose copy may be the target; I-JEPA's the target, whose original has no such word; DINO's the teacher.
@@ -30,8 +34,8 @@ CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, 
 class Place(NamedTuple):
     """The place of tensors in a file: a mapping and a prefix of the names in it."""
 
-    mapping: str  # its keys from the outside in, such as `state_dict`; empty: the outermost
-    prefix: str  # such as `backbone.`
+    mapping: str  # keys from the outside in, e.g. `state_dict`; empty: the outermost mapping
+    prefix: str  # e.g. `backbone.`
     tensors: State  # the tensors of the whole mapping
 
     def __str__(self) -> str:
@@ -72,7 +76,7 @@ def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
 
 def _readings(place: Place, model: nn.Module) -> Iterator[State]:
     """Yield the possible readings of the tensors at a place: with their own names, then with timm's."""
-    own = {bare(k): k for k in model.state_dict()}  # a model may have a wrapper's name among its own
+    own = {unwrap_name(k): k for k in model.state_dict()}  # a model may have a wrapper's name among its own
     below = {k.removeprefix(place.prefix): v for k, v in place.tensors.items() if k.startswith(place.prefix)}
     below = {own.get(k, k): v for k, v in below.items()}
     yield from _renamed(below, model)
@@ -91,8 +95,8 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
             renamed = rename(dict(below), model)
     except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
         return
-    # timm's names, but neither its resizing nor its sums of tensors: see resample.py. A name that timm moves, such
-    # as that of a Swin's downsampling, is another tensor there, of another shape.
+    # Only the names are timm's: `shaped` does what its resizing and its sums of tensors would do. A name that timm
+    # moves, such as that of a Swin's downsampling, is another tensor there, of another shape.
     mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
     yield {k: below[k] if k in mine else v for k, v in renamed.items()}
 
@@ -100,3 +104,95 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
 def _fitting(state: State, own: State) -> int:
     """Count the elements of the model's tensors that `state` has in the same shape, or in one that is resampled."""
     return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or has_any_size(k)))
+
+
+NAMES = (
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.", ""),
+    (r"^encoder\.layer\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.(?:layernorm_before|norm1)\.", ".norm1."),
+    (r"\.(?:layernorm_after|norm2)\.", ".norm2."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"(\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+)
+FIRST = re.compile(r"(.*)encoder\.layer\.\d+\.attention\.attention\.query\.")  # `vit.` or another prefix
+QUERY = re.compile(r"\.attention\.attention\.query\.(weight|bias)$")
+
+
+def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with timm's names, and queries, keys and values as one. Those of other libraries are returned
+    as they are."""
+    prefix = next((match[1] for key in state if (match := FIRST.match(key))), None)
+    if prefix is None:
+        return state
+    out: dict[str, Tensor] = {}
+    state = {key.removeprefix(prefix): value for key, value in state.items()}
+    for key, value in state.items():
+        if ".attention.attention." not in key:
+            out[_timm_name(key)] = value
+        elif match := QUERY.search(key):
+            parts = [state[key.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
+            out[f"{_timm_name(key[: match.start() + 1])}attn.qkv.{match[1]}"] = torch.cat(parts)
+    return out
+
+
+def _timm_name(key: str) -> str:
+    for pattern, name in NAMES:
+        key = re.sub(pattern, name, key)
+    return key
+
+
+TABLE = "relative_position_bias_table"
+POSITIONS = "pos_embed"
+PATCHES = "patch_embed.proj.weight"
+
+
+def has_any_size(key: str) -> bool:
+    """Return whether a tensor of this name is resampled when its shape is another one."""
+    return key.endswith((POSITIONS, TABLE, PATCHES))
+
+
+def shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tensor in the shape that it has in the model, or None where it does not fit."""
+    if key not in own or value.shape == own[key].shape:
+        return value if key in own else None
+    want = own[key].shape
+    if not has_any_size(key) or value.ndim != len(want):
+        return None
+    if key.endswith(PATCHES):
+        return resample_patch_embed(value, list(want[2:])) if value.shape[:2] == want[:2] else None
+    if value.shape[-1] != want[-1]:
+        return None
+    if key.endswith(TABLE):
+        window = model.get_submodule(key.rpartition(".")[0]).window_size
+        return resize_rel_pos_bias_table(value, new_window_size=window, new_bias_shape=tuple(want))
+    return _positions(value, list(model.patch_embed.grid_size), want[1])
+
+
+def _positions(table: Tensor, grid: list[int], rows: int) -> Tensor | None:
+    """Return a position table (1, P + N, D) for another grid and another number of prefix tokens, or None when its
+    patches are no square. The class token comes first; a prefix token that the table lacks gets the position zero."""
+    prefix = rows - math.prod(grid)
+    had = next((p for p in (prefix, 1, 0) if math.isqrt(table.shape[1] - p) ** 2 == table.shape[1] - p), None)
+    if had is None:
+        return None
+    if had != prefix:
+        zeros = table.new_zeros(1, max(prefix - had, 0), table.shape[2])
+        table = torch.cat([table[:, : min(had, prefix)], zeros, table[:, had:]], 1)
+    return resample_abs_pos_embed(table, new_size=grid, num_prefix_tokens=prefix)
+
+
+def without_class_position(model: Any, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the class token's position added to the class token, where only the file has a row for
+    it: timm's ViTs with registers have positions for patches alone."""
+    table, token = state.get(POSITIONS), state.get("cls_token")
+    if table is None or token is None or POSITIONS not in own or table.ndim != 3 or not table.shape[1]:
+        return dict(state)
+    has_row = math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1
+    if not has_row or own[POSITIONS].shape[1] != math.prod(model.patch_embed.grid_size):
+        return dict(state)
+    return {**state, "cls_token": token + table[:, :1], POSITIONS: table[:, 1:]}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
-from eagleray.models.micro_batch import micro_batched
+from eagleray.models.checkpointing import micro_batched
 from eagleray.models.stages import stages
 
 LONGEST = 2  # sides of the map that a box may be long
@@ -42,11 +42,8 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
     def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
         return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
 
-    hook = stages(model)[-2].register_forward_hook(cut)  # not compiled: the hook is new each time
-    try:
+    with stages(model)[-2].register_forward_hook(cut):  # never compiled, as the hook is new each time
         out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
-    finally:
-        hook.remove()
     return out
 
 

@@ -1,16 +1,15 @@
 """The stages of a pyramid or the blocks of a ViT, and their outputs."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 
-Parts = Literal[
-    "last", "stages", "blocks"
-]  # the last stage, every stage, or every block; a ViT's stages are its blocks
+# The last stage, every stage, or every block; a ViT's stages are its blocks.
+Parts = Literal["last", "stages", "blocks"]
 
 
 def stages(model: Any) -> list[nn.Module]:
@@ -65,9 +64,7 @@ def widths(model: Any, parts: Parts) -> list[int]:
 def stage_outputs(parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect the outputs of these stages or blocks in a list while the context is open."""
     outputs: list[Tensor] = []
-    hooks = [part.register_forward_hook(lambda _, __, out: outputs.append(out)) for part in parts]
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            hooks.enter_context(part.register_forward_hook(lambda _, __, out: outputs.append(out)))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -92,10 +92,10 @@ def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
 def tensors_in(mapping: Mapping[Any, Any]) -> State:
     """Return the tensors and NumPy's arrays of a mapping, by names without what wrappers put in."""
     values = ((str(k), v.tensor if isinstance(v, _Array) else v) for k, v in mapping.items())
-    return {bare(k): v for k, v in values if isinstance(v, Tensor)}
+    return {unwrap_name(k): v for k, v in values if isinstance(v, Tensor)}
 
 
-def bare(name: str) -> str:
+def unwrap_name(name: str) -> str:
     """Return a parameter's name without the wrappers, wherever they stand."""
     return WRAPPER.sub("", name)
 

@@ -10,13 +10,12 @@ import timm
 from torch import Tensor, nn
 
 from eagleray import config
-from eagleray.base.errors import UserError
-from eagleray.models import hub, pixels, transformers_names
+from eagleray.base.errors import UserError, explained
+from eagleray.models import hub, pixels
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
-from eagleray.models.readings import best
-from eagleray.models.resample import shaped, without_class_position
+from eagleray.models.readings import best, shaped, to_timm, without_class_position
 from eagleray.models.tensor_files import KEY, State, load_tensors, mappings
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
@@ -45,7 +44,7 @@ class Weights(NamedTuple):
 
     @property
     def given(self) -> str:
-        """The source as a recipe names it, behind its key; by itself where no recipe names it."""
+        """The source as `key=source`, as a recipe states it; the source alone if no recipe names it."""
         return f"{self.key}={self.source}" if self.key else self.source
 
     def unconverted(self) -> "Weights":
@@ -54,7 +53,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class FillReport:
     """The keys of a backbone that a source matched, resized or lacked, and the keys of the source that were not used.
 
     A key is followed by its shapes where they differ.
@@ -89,9 +88,9 @@ def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Wei
     if not places and unread:
         raise UserError(f"{key}={source}: holds more than tensors; store its state dict alone (it has a {unread[0]})")
     if not places:
-        keys = f"; its keys are {some(list(map(str, tensors)))}" if tensors else ""
+        keys = f"; its keys are {first_names(list(map(str, tensors)))}" if tensors else ""
         raise UserError(f"{key}={source}: holds no tensors by name{keys}")
-    named = {place: transformers_names.to_timm(state) for place, state in places.items()}
+    named = {place: to_timm(state) for place, state in places.items()}
     return Weights(source, {}, {}, key, places=named, unread=unread)
 
 
@@ -100,7 +99,7 @@ def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
     return Weights(source, model.state_dict(), _heads(model), key)
 
 
-def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report:
+def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillReport:
     """Copy the tensors that fit into the backbone, which then takes pixels with our mean and deviation.
 
     Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, or when the shapes agree but
@@ -116,15 +115,19 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> Report
     resized = [k for k in fitted if fitted[k].shape != state[k].shape]
     used = {id(state[k]) for k in fitted}
     parameters = {name: p.numel() for name, p in model.named_parameters()}
-    report = Report(
+    report = FillReport(
         weights.source,
         matched=[k for k in fitted if k not in resized],
-        resized=[f"{k} {size(fitted[k])} of {size(state[k])}" for k in resized],
-        missing=[k + (f" {size(own[k])}, is {size(state[k])}" if k in state else "") for k in own if k not in fitted],
+        resized=[f"{k} {shape_text(fitted[k])} of {shape_text(state[k])}" for k in resized],
+        missing=[
+            k + (f" {shape_text(own[k])}, is {shape_text(state[k])}" if k in state else "")
+            for k in own
+            if k not in fitted
+        ],
         left=[k for k, v in place.tensors.items() if id(v) not in used],
         share=sum(n for name, n in parameters.items() if name in fitted) / sum(parameters.values()),
         warning=_convert(model, weights, fitted),
-        choice=f"taken from {place}; as well would fit {some(others)}" if others else "",
+        choice=f"taken from {place}; as well would fit {first_names(others)}" if others else "",
     )
     _check(model, weights, report, fitted, state)
     if whole:
@@ -153,15 +156,15 @@ def check_finite(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check(
-    model: nn.Module, weights: Weights, report: Report, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    model: nn.Module, weights: Weights, report: FillReport, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
     """Check that the weights belong to this architecture. Raises UserError when they do not."""
     given = weights.given
     if report.share < ENOUGH:
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
-        has = f"; it has {some(report.left)}" if report.left else ""
+        has = f"; it has {first_names(report.left)}" if report.left else ""
         has += f"; a {weights.unread[0]} in it was not read" if weights.unread else ""
-        raise UserError(f"{given}: {much}; missing: {some(report.missing)}{has}")
+        raise UserError(f"{given}: {much}; missing: {first_names(report.missing)}{has}")
     for name, heads in _heads(model).items():
         if weights.heads.get(name, heads) != heads:
             there = weights.heads[name]
@@ -182,7 +185,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
     """Check that the weights have no layers inside of the backbone that it lacks. Raises UserError."""
     own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
     inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
-    inside -= _classifiers(model)  # such as ConvNeXt's, whose norm is the backbone's
+    inside -= _classifiers(model)  # the norm in ConvNeXt's is the backbone's
     extra = [k for k in state if k not in own and k.rpartition(".")[2] not in buffers]
     extra = [k for k in extra if k.partition(".")[0] in inside or k in REGISTERS]
     if not extra:
@@ -212,14 +215,10 @@ def from_timm(source: str, key: str = KEY) -> Weights:
     if not timm.models.is_model_pretrained(name):
         known = timm.list_models(pretrained=True)
         raise UserError(f"{key}={TIMM}{name}: timm has no weights of this name{config.nearest(name, known)}")
-    try:
-        overlay = hub.timm_overlay(timm.get_pretrained_cfg(name))
+    overlay = hub.timm_overlay(timm.get_pretrained_cfg(name), f"{key}={TIMM}{name}")
+    # Many libraries raise here: no network, a full disk, no such file.
+    with explained(f"{key}={TIMM}{name}: cannot be fetched", Exception):
         model: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-    except UserError as e:
-        raise UserError(f"{key}={TIMM}{name}: {e}") from None
-    except Exception as e:  # many libraries raise here: no network, a full disk, no such file
-        why = (str(e).splitlines() or [""])[0]
-        raise UserError(f"{key}={TIMM}{name}: cannot be fetched ({type(e).__name__}: {why})") from None
     settings = timm.get_pretrained_cfg(name)
     assert settings is not None  # its weights were just loaded by this name
     return from_module(source, model, key)._replace(pixels=Pixels(tuple(settings.mean), tuple(settings.std)))
@@ -228,10 +227,7 @@ def from_timm(source: str, key: str = KEY) -> Weights:
 def from_hub(source: str, key: str = KEY) -> Weights:
     """Return the weights of a repository of the Hugging Face Hub, `hf:NAME`. Raises UserError when there are none."""
     repository = source.removeprefix(HF)
-    try:
-        file = hub.fetch(repository)
-    except UserError as e:
-        raise UserError(f"{key}={source}: {e}") from None
+    file = hub.fetch(repository, given=f"{key}={source}")
     return from_tensors(source, load_tensors(file, key), key)._replace(pixels=hub_pixels(repository))
 
 
@@ -239,7 +235,7 @@ def hub_pixels(repository: str) -> Pixels | None:
     """Return the mean and deviation that a repository of the Hub says beside its weights; None if it says none."""
     for name, keys in CONFIGS.items():
         try:
-            stated = json.loads(hub.fetch(repository, [name]).read_text())
+            stated = json.loads(hub.fetch(repository, [name], given=repository).read_text())
             inside = stated.get("pretrained_cfg", stated)
             if inside.get("do_normalize", True) is False:
                 return Pixels((0.0,) * 3, (1.0,) * 3)
@@ -251,11 +247,11 @@ def hub_pixels(repository: str) -> Pixels | None:
     return None
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
     return "; ".join(names[:SOME]) + (f"; and {len(names) - SOME} more" if names[SOME:] else "")
 
 
-def size(tensor: Tensor) -> str:
+def shape_text(tensor: Tensor) -> str:
     """Return the shape of a tensor as text, such as 1x197x384."""
     return "x".join(map(str, tensor.shape)) or "scalar"

@@ -18,7 +18,7 @@ from eagleray.protocols.protocol import (
     Protocol,
     Workspace,
 )
-from eagleray.protocols.settings import EPOCHS, Evaluate
+from eagleray.protocols.settings import BATCH, EPOCHS, RATES, Evaluate
 
 if TYPE_CHECKING:
     from eagleray.data.index import Index
@@ -43,15 +43,16 @@ class Knn(FeatureProtocol):
 
     about = "weighted vote of the k nearest training images, as in DINO and InstDisc"
     ranks = True
-    k: PositiveInt = 20
+    k: PositiveInt = Evaluate.k
     ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours to measure top-1 with
-    temperature: PositiveFloat = 0.07
+    temperature: PositiveFloat = Evaluate.temperature
     recipe = ("k", "temperature", "size", "resize")
 
     def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
         from eagleray.protocols.knn import knn
 
-        return knn(data.train, data.test, self)
+        numbers = knn(data.train, data.test, k=self.k, ks=self.ks, temperature=self.temperature)
+        return Outcome(numbers, {"k": self.k, "ks": list(self.ks), "temperature": self.temperature})
 
 
 class Linear(FeatureProtocol):
@@ -60,8 +61,8 @@ class Linear(FeatureProtocol):
     about = "linear classifier on cached features, its learning rate picked on held-out training images"
     ranks = True
     epochs: PositiveInt = EPOCHS
-    batch: PositiveInt = 1024
-    rates: Rates = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    batch: PositiveInt = BATCH
+    rates: Rates = RATES
     scaled: bool = True  # whether features are centred and divided by a single scale
     seed: NonNegativeInt = 0
 
@@ -72,26 +73,35 @@ class Linear(FeatureProtocol):
     def run(self, backbone: "Backbone", data: "FrozenFeatures", workspace: Workspace) -> Outcome:
         from eagleray.protocols.linear import linear
 
-        return linear(data.train, data.test, self)
+        settings = {name: getattr(self, name) for name in ("epochs", "batch", "rates", "scaled", "seed")}
+        return Outcome(linear(data.train, data.test, **settings), settings | {"rates": list(self.rates)})
 
 
-class LinearAugmented(Protocol["ProbeSets"]):
-    """A linear classifier on a frozen backbone's features of random crops."""
+class CropProtocol(Protocol["ProbeSets"]):
+    """A training on random crops of labelled images, with tests on centre crops."""
 
-    about = "linear classifier on random crops and flips of all labelled images, the backbone running in every step"
     ranks = True
     size: PositiveInt = Evaluate.size  # side of the crops, in pixels
     resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
-    features: str = "pooled"
-    epochs: PositiveInt = 100
-    batch: PositiveInt = 1024
-    rates: Rates = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-    labels: float | Keys = 1.0  # share of the labels, or a file with the keys of the images
+    epochs: PositiveInt
+    batch: PositiveInt
+    labels: float | Keys  # share of the labels, or a file with the keys of the images
     seed: NonNegativeInt = 0
     recipe = ("size", "resize")
 
     def data(self) -> Labelled:
         return Labelled()
+
+
+class LinearAugmented(CropProtocol):
+    """A linear classifier on a frozen backbone's features of random crops."""
+
+    about = "linear classifier on random crops and flips of all labelled images, the backbone running in every step"
+    epochs: PositiveInt = 100
+    batch: PositiveInt = 1024
+    labels: float | Keys = 1.0
+    features: str = "pooled"
+    rates: Rates = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
     def run(self, backbone: "Backbone", data: "ProbeSets", workspace: Workspace) -> Outcome:
         from eagleray.protocols.linear_augmented import linear_augmented
@@ -99,22 +109,14 @@ class LinearAugmented(Protocol["ProbeSets"]):
         return linear_augmented(backbone, data, self, workspace)
 
 
-class SemiSupervised(Protocol["ProbeSets"]):
+class SemiSupervised(CropProtocol):
     """A copy of the whole backbone, trained with a linear classifier on a few labels."""
 
     about = "the whole backbone fine-tuned on 1 % of the labels, as in SimCLR"
-    ranks = True
-    size: PositiveInt = Evaluate.size  # side of the crops, in pixels
-    resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
-    labels: float | Keys = 0.01  # share of the labels, or a file with the keys of the images
     epochs: PositiveInt = 60
     batch: PositiveInt = 4096
+    labels: float | Keys = 0.01
     lr: PositiveFloat = 0.05  # for a batch of 256; it scales linearly with the batch
-    seed: NonNegativeInt = 0
-    recipe = ("size", "resize")
-
-    def data(self) -> Labelled:
-        return Labelled()
 
     def run(self, backbone: "Backbone", data: "ProbeSets", workspace: Workspace) -> Outcome:
         from eagleray.protocols.semi_supervised import semi_supervised
@@ -201,13 +203,14 @@ class Neighbours(ImageProtocol):
     """A sheet of images, each with those nearest to it."""
 
     about = "contact sheets of nearest images"
-    size: PositiveInt = 224
+    recipe = ("size",)
+    size: PositiveInt = Evaluate.size
     limit: PositiveInt = 1000  # images to search
     queries: PositiveInt = 8
     k: PositiveInt = 8
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
-        from eagleray.protocols.visual.explore import neighbours
+        from eagleray.protocols.visual.neighbours import neighbours
 
         return neighbours(backbone, data, self, workspace)
 
@@ -219,7 +222,7 @@ class Pairs(PatchProtocol):
     size: PositiveInt = 224
     images: PositiveInt = 3
     limit: PositiveInt = 64  # images among which the nearest one is looked for
-    one: str = ""  # with `other`, two images of the user's own: files or keys of samples
+    one: str = ""  # `one` and `other` name two images of the user: files or keys of samples
     other: str = ""
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:

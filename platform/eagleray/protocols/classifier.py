@@ -11,8 +11,7 @@ from eagleray.config.types import Format
 from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.protocols.eval_mode import Net, in_eval_mode
-from eagleray.protocols.feature_shards import own_samples
-from eagleray.protocols.features import labelled_samples
+from eagleray.protocols.features import labelled_samples, own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 

@@ -22,7 +22,7 @@ from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric, sampling
 
-PAIRS = 10  # most similar pairs of an image that count
+PAIRS, TOKENS = 10, 49  # most similar pairs of an image that count; of its patches in the paper
 BATCH = 128  # images, two views of each
 # The paper says RandomGrayscale; the authors' code, which made the paper's numbers, makes every second view grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
@@ -47,14 +47,20 @@ def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
     return Matches(order, nearest.indices.gather(-1, order), cosine)
 
 
-def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int = PAIRS) -> Tensor:
-    """Return the accuracy and the error (..., 2) of the matches between an image and its mirror image, both of size (H,
-    W).
+def pairs_of(patches: int) -> int:
+    """Return how many pairs of an image with so many patches count: the paper's number, and where there are fewer
+    patches than in the paper the same share of them."""
+    return min(PAIRS, max(1, round(PAIRS * patches / TOKENS)))
+
+
+def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int | None = None) -> Tensor:
+    """Return the accuracy and the error (..., 2) of the k most similar matches, by default `pairs_of` the patches,
+    between an image and its mirror image, both of size (H, W).
 
     Each has patches (..., N, D). The true match of a patch is the patch at its mirrored position. The error is the
     distance between the centres of the matched and the true patch in pixels."""
     h, w = grid
-    pairs = matches(one, other, k)
+    pairs = matches(one, other, k or pairs_of(h * w))
     down = pairs.other // w - pairs.one // w
     right = pairs.other % w - (w - 1 - pairs.one % w)
     error = torch.hypot(down * (size[0] / h), right * (size[1] / w))

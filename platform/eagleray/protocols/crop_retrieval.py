@@ -20,7 +20,7 @@ from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.feature_shards import own_samples
+from eagleray.protocols.features import own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 

@@ -1,5 +1,9 @@
-"""Extract the features of a frozen backbone for the images in shards."""
+"""Extract the features of a frozen backbone for the images in shards, of which each rank has a share.
 
+Protocols classify several types of features: the pooled vector, with or without the mean patch, or the last four blocks
+as in DINO and EsViT."""
+
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,24 +12,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from eagleray import config
 from eagleray.base import dist
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, named, reworded
 from eagleray.config.types import Format
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
+from eagleray.models.stages import stage_outputs, stages
 from eagleray.protocols.digests import digest
-from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.feature_shards import own_samples
-from eagleray.protocols.feature_types import read
-from eagleray.protocols.image_batches import THREADS, Reading, batches
+from eagleray.protocols.eval_mode import NOT_FINITE, explain_failure, in_eval_mode
+from eagleray.protocols.image_batches import BATCH, THREADS, Reading, batches
 from eagleray.protocols.settings import Bank
 from eagleray.views.crop import centre_crop
 from eagleray.views.photometric import normalise
 
+KINDS = {
+    "pooled": "the class token, or the mean patch where there is none",
+    "last4": "the last 4 blocks: class tokens of a ViT, mean patches of a pyramid's blocks (EsViT); a ResNet's pooled",
+    "avgpool": "pooled, and the mean patch beside it (DINO's ViT-B)",
+}
+BLOCKS = 4
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -88,6 +98,50 @@ class SuiteFeatures:
         return digest(sorted(self.digests))
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The rows of a table that this rank holds: `rows` of the `total` rows, from the row `first` on."""
+
+    first: int
+    rows: int
+    total: int
+
+    @classmethod
+    def of(cls, rows: int) -> "Shard":
+        """Return the shard of a rank that holds so many rows. Called by all ranks together."""
+        counts = dist.gather_objects(rows)
+        return cls(sum(counts[: dist.rank()]), rows, sum(counts))
+
+    @property
+    def last(self) -> int:
+        """The row behind the last row of this rank."""
+        return self.first + self.rows
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the positions, in this rank's part, of those of the table's `rows` that it holds, in their order."""
+        if self.rows == self.total:
+            return rows
+        return rows[(rows >= self.first) & (rows < self.last)] - self.first
+
+    def read(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Return the rows `first` to `last` (excluded) of the table on every rank. `x` are the rows of this rank.
+
+        Called by all ranks together. Floating-point numbers are returned in float32."""
+        dtype = torch.float32 if x.is_floating_point() else x.dtype
+        if dist.size() == 1:  # a rank that holds all rows still has to give them to the others
+            return x[first:last].to(dtype)
+        out = x.new_zeros(last - first, *x.shape[1:], dtype=dtype)
+        begin, end = max(first, self.first), min(last, self.last)
+        if begin < end:
+            out[begin - first : end - first] = x[begin - self.first : end - self.first]
+        return dist.total(out)  # the other ranks add zeros
+
+
+def count_classes(*labels: Tensor) -> int:
+    """Return the number of classes, counted from 0, in the labels (n,) of all ranks."""
+    return 1 + max(dist.gather_objects(max((int(y.max()) for y in labels if len(y)), default=-1)))
+
+
 def extract_pooled(
     backbone: Backbone,
     index: Index,
@@ -143,7 +197,7 @@ def extract_features(
             tick(len(rows))
 
     dist.together(extract)
-    widths: dict[str, int] = {}  # also for a rank without images
+    widths: dict[str, int] = {}  # a rank without images needs them too
     for part in dist.gather_objects({kind: x.shape[1] for kind, x in xs.items()}):
         widths |= part
     nothing = {kind: torch.empty(0, widths.get(kind, backbone.dim), dtype=FORMATS[bank]) for kind in kinds}
@@ -166,17 +220,23 @@ def embedded(
     for rows, images in batches(index, samples, size, resize, reading=reading, device=device):
         x = normalise(images, device)
         with autocast(device, precision):
-            values = read(backbone, x, kinds)
+            values = read_kinds(backbone, x, kinds)
         yield rows, {kind: value.float().cpu() for kind, value in values.items()}
+
+
+def own_samples(samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return this rank's share of the samples: neighbouring whole batches."""
+    batches = -(-len(samples) // BATCH)
+    first, last = (BATCH * (batches * rank // dist.size()) for rank in (dist.rank(), dist.rank() + 1))
+    return samples[first:last]
 
 
 def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
     """Read the centre crop (3, size, size), uint8, of a sample; return None if the image does not decode."""
     data = index.read(sample, sample + 1)
-    try:
+    with contextlib.suppress(BadImage):
         return centre_crop(decode(data, index.channels), resize=resize, size=size)
-    except BadImage:
-        return None
+    return None
 
 
 def labelled_samples(index: Index) -> NDArray[np.int64]:
@@ -196,3 +256,88 @@ def subset(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
     if count is None or count >= len(samples):
         return samples
     return np.sort(np.random.default_rng(0).choice(samples, count, replace=False))
+
+
+def read_kinds(backbone: Backbone, images: Tensor, kinds: Sequence[str]) -> dict[str, Tensor]:
+    """Return the feature vectors (B, D) of each type in `kinds` for images (B, 3, H, W), from a single forward pass.
+
+    Raises UserError when the backbone lacks one of the types."""
+    blocks = last_blocks(backbone.model) if "last4" in kinds else []
+    out = {}
+    with stage_outputs(blocks) as seen:
+        if "avgpool" in kinds:
+            out["pooled"], patches, _ = backbone(images)
+            out["avgpool"] = torch.cat([out["pooled"], patches.mean(1)], 1)
+        else:
+            out["pooled"] = backbone.pooled(images)
+    out["last4"] = torch.cat([block_vector(backbone.model, x) for x in seen] or [out["pooled"]], 1)
+    return {kind: out[kind] for kind in kinds}
+
+
+def check_kind(backbone: Backbone, kind: str, size: int) -> None:
+    """Raise UserError when the backbone has no features of type `kind` for square images of `size` pixels."""
+    if kind not in KINDS:
+        raise UserError(f"--features {kind}: unknown{config.nearest(kind, list(KINDS))}")
+    x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
+    lacks = f"gives no {kind} features of images of --size {size}"
+    with named(f"--features {kind}"), reworded(("backbone.name: ", "")), explain_failure(backbone, lacks):
+        with torch.inference_mode():
+            values = read_kinds(backbone, x, [kind]).values()
+        if not all(value.isfinite().all() for value in values):
+            raise ValueError(NOT_FINITE)
+
+
+def has_kind(backbone: Backbone, kind: str, size: int) -> bool:
+    """Return whether the backbone has features of type `kind` for square images of `size` pixels."""
+    try:
+        check_kind(backbone, kind, size)
+    except UserError:
+        return False
+    return True
+
+
+def last_blocks(model: Any) -> list[Any]:
+    """Return the last 4 blocks of a model, which may belong to several stages.
+
+    For a ResNet the list is empty, because DINO uses its pooled vector instead.
+
+    Raises UserError when the model has fewer than 4 blocks."""
+    parts = stages(model)
+    if hasattr(model, "layer4"):
+        return []
+    blocks = parts if hasattr(model, "blocks") else [block for part in parts for block in blocks_of(part)]
+    if len(blocks) < BLOCKS:
+        raise UserError(
+            f"{type(model).__name__} has {len(blocks)} blocks; expected {BLOCKS} or more, as the last {BLOCKS} are read"
+        )
+    return blocks[-BLOCKS:]
+
+
+def blocks_of(stage: Any) -> list[Any]:
+    """Return the blocks of a stage, without the downsampling layer that may precede them."""
+    inside = stage.blocks if hasattr(stage, "blocks") else stage
+    if not hasattr(inside, "__iter__"):
+        raise UserError(f"{type(stage).__name__} has no blocks that can be read one by one")
+    return [m for m in inside if hasattr(m, "mlp")]
+
+
+def block_vector(model: Any, tokens: Tensor) -> Tensor:
+    """Reduce the tokens of a block, (B, N, C), (B, h, w, C) or (B, C, h, w), to one vector (B, C) for each image.
+
+    The vector is the class token of a ViT, or else the mean of the patches. The final norm is applied first if its
+    width is that of the tokens."""
+    if tokens.ndim == 4:
+        nchw = getattr(model, "stage_fmt", getattr(model, "output_fmt", "NCHW")) != "NHWC"
+        tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
+    if tokens.shape[2] == model.num_features:  # the last stage; EsViT leaves the others without a norm
+        tokens = getattr(model, "norm", nn.Identity())(tokens)
+    return tokens[:, 0] if has_class_token(model, tokens) else tokens.mean(1)
+
+
+def has_class_token(model: Any, tokens: Tensor) -> bool:
+    """Return whether the first of the tokens (B, N, C) stands for the whole image.
+
+    It does so if it is a class token, or ViL's global token of a stage."""
+    if getattr(model, "cls_token", None) is not None:
+        return True
+    return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from timm.layers import DropPath, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from eagleray.base import dist
@@ -27,6 +28,7 @@ T = TypeVar("T")
 LINES = 20  # progress lines of a training
 SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
 SAVE_SECONDS = 300.0  # between checkpoints
+DROP_PATHS = ("drop_path", "drop_path1", "drop_path2")  # names of modules in blocks of timm
 
 
 class Trainee(nn.Module):
@@ -37,6 +39,22 @@ class Trainee(nn.Module):
         pass
 
     after_step = before_step
+
+
+def set_drop_path(model: nn.Module, rate: float) -> float:
+    """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model in place: they rise linearly
+    from 0 at the first block to `rate` at the last.
+
+    Returns the rate of the last block, or 0 for a model without drop path modules."""
+    blocks: list[tuple[nn.Module, list[str]]] = []
+    for block in model.modules():
+        names = [name for name, part in block.named_children() if name in DROP_PATHS or isinstance(part, DropPath)]
+        blocks += [(block, names)] if names else []
+    rates = calculate_drop_path_rates(rate, len(blocks)) if blocks else []
+    for (block, names), share in zip(blocks, rates, strict=True):
+        for name in names:
+            setattr(block, name, DropPath(share) if share else nn.Identity())  # type: ignore[arg-type]
+    return rate if blocks else 0.0
 
 
 def divide(batch: int) -> tuple[int, ...]:

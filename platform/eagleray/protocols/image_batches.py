@@ -3,6 +3,7 @@
 Neighbouring images are fetched with one ranged read, as in training, and their checksums are compared.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from eagleray.base import cpu_share, devices
 from eagleray.base.errors import Outage, UserError
@@ -21,13 +22,13 @@ from eagleray.config.channels import planes
 from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
-from eagleray.data.loader import begin, ignore_signals, of_process, processes
+from eagleray.data.loader_processes import loaded, processes
 from eagleray.data.reader import pixel_buffer
-from eagleray.protocols.feature_shards import BATCH
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views.crop import centre_crop
 
+BATCH = 256  # images in a forward pass; a batch is never divided, so that it is the same on any number of ranks
 AHEAD = 4  # batches that are read and decoded while one is in the backbone
 PIECE = 32  # images that a thread decodes in a row
 GAP = 2**20  # bytes between two images that are fetched with them rather than with a second read
@@ -72,24 +73,15 @@ def batches(
     chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
     crops = _CentreCrops(index, chunks, size, resize, reading)
     workers = min(reading.workers, len(chunks))
-    loader: DataLoader[Crops | UserError | Outage] = DataLoader(
-        crops,
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=workers > 0 and devices.has_streams(device),
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # not the one of the training, from which PyTorch would draw a seed
-    )
-    try:
-        for item in begin(loader):
+    pinned = workers > 0 and devices.has_streams(device)
+    own = torch.Generator()  # not the one of the training, from which PyTorch would draw a seed
+    with loaded(crops, workers, pin_memory=pinned, generator=own) as (items, _):
+        for item in items:
             if isinstance(item, Exception):
                 raise item
             rows, images = item
             if len(rows):
                 yield rows.tolist(), images
-    except Exception as e:
-        said = of_process(e)
-        raise said from (None if said is e else e)
 
 
 @dataclass(frozen=True)
@@ -108,10 +100,10 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         info = get_worker_info()
         chunks = self.chunks[info.id :: info.num_workers] if info else self.chunks
         threads = 1 if info else max(int(cpu_share.cpus()), 1)
-        fetcher = Fetcher(self.index, cache=self.reading.cache, patience=self.reading.patience)
         queue: deque[_Batch] = deque()
+        fetcher = Fetcher(self.index, cache=self.reading.cache, patience=self.reading.patience)
         try:
-            with ThreadPoolExecutor(threads) as pool:
+            with contextlib.closing(fetcher), ThreadPoolExecutor(threads) as pool:
                 for chunk in chunks:
                     queue.append(self._begin(pool, fetcher, chunk))
                     if len(queue) > (1 if info else AHEAD):
@@ -120,8 +112,6 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
                     yield queue.popleft().result()
         except (UserError, Outage) as e:
             yield e
-        finally:
-            fetcher.close()
 
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
         """Request the blocks of a batch now; its images are decoded when the pool comes to them."""
@@ -138,7 +128,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
     def _blocks(self, fetcher: Fetcher, chunk: NDArray[np.int64]) -> list[tuple[Block, NDArray[np.int64]]]:
         """Request the parts of blocks that hold these samples, in order, and return each with its samples."""
         starts, out = self.index.starts, []
-        number = np.searchsorted(starts, chunk, "right") - 1  # of the block of each sample
+        number = np.searchsorted(starts, chunk, "right") - 1  # number of each sample's block
         for samples in np.split(chunk, np.flatnonzero(np.diff(number)) + 1):
             rows, at = self.index.rows(int(samples[0]), int(samples[-1]) + 1), samples - samples[0]
             gaps = rows.offset[at[1:]] - rows.offset[at[:-1]] - rows.size[at[:-1]]

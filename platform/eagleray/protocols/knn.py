@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.base import dist
-from eagleray.protocols.catalogue import Knn
-from eagleray.protocols.feature_shards import Shard, count_classes
-from eagleray.protocols.features import LabelledFeatures
-from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.features import LabelledFeatures, Shard, count_classes
+from eagleray.protocols.settings import Evaluate
 
 CHUNK = 1024  # test images that are compared at a time
 TILE = 4096  # training images that they are compared with at a time
@@ -27,13 +25,18 @@ NOTHING = torch.iinfo(torch.int64).min  # the key of no feature
 LOW = 2**32 - 1  # the bits of a key that hold the position
 
 
-def knn(train: LabelledFeatures, test: LabelledFeatures, settings: Knn = Knn()) -> Outcome:
+def knn(
+    train: LabelledFeatures,
+    test: LabelledFeatures,
+    *,
+    k: int = Evaluate.k,
+    ks: Sequence[int] = (),
+    temperature: float = Evaluate.temperature,
+) -> dict[str, float]:
     """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 accuracy for each number of neighbours
     in `ks`. The features are those of this rank."""
-    k, ks, temperature = settings.k, settings.ks, settings.temperature
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
-    numbers = {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
-    return Outcome(numbers, {"k": k, "ks": list(ks), "temperature": temperature})
+    return {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
 
 
 def accuracies(
@@ -66,7 +69,7 @@ class Bank:
         self.x, self.y, self.shard = *train, Shard.of(len(train.x))
         self.tile = min(TILE, -(-self.shard.total // 64) * 64)
         parts = [part.float().norm(dim=1, keepdim=True) for part in self.x.split(TILE)]
-        self.norms = torch.cat(parts).clamp_min(1e-12)  # as F.normalize
+        self.norms = torch.cat(parts).clamp_min(1e-12)  # the least norm is that of F.normalize
 
     def nearest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the keys (n, k) of the nearest features of n normalised queries (n, D) on this rank, in any order, and

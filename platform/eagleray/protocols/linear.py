@@ -18,25 +18,26 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.protocols.catalogue import Linear
-from eagleray.protocols.feature_shards import Shard, count_classes
-from eagleray.protocols.features import LabelledFeatures
-from eagleray.protocols.outcome import Outcome
+from eagleray.protocols.features import LabelledFeatures, Shard, count_classes
+from eagleray.protocols.settings import BATCH, EPOCHS, RATES
 
-BATCH = 1024  # rows that are classified at a time
+CLASSIFIED = 1024  # rows that are classified at a time
 
 
-def linear(train: LabelledFeatures, test: LabelledFeatures, settings: Linear = Linear()) -> Outcome:
+def linear(
+    train: LabelledFeatures,
+    test: LabelledFeatures,
+    *,
+    epochs: int = EPOCHS,
+    batch: int = BATCH,
+    rates: Sequence[float] = RATES,
+    scaled: bool = True,
+    seed: int = 0,
+) -> dict[str, float]:
     """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
 
-    The scripts of the papers print the latter. The features are those of this rank."""
-    epochs, batch, rates, scaled, seed = (
-        settings.epochs,
-        settings.batch,
-        settings.rates,
-        settings.scaled,
-        settings.seed,
-    )
+    The scripts of the papers print the latter. The features are those of this rank, `scaled` says whether they are
+    centred and divided by a single scale."""
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
@@ -44,9 +45,7 @@ def linear(train: LabelledFeatures, test: LabelledFeatures, settings: Linear = L
     best_rate = int(split.validation.accuracy(weight, bias).argmax())
     curve = torch.stack(by_epoch)[:, best_rate]  # (epochs,)
     numbers = {"top1": float(curve[-1]), "best": float(curve.max()), "best_epoch": int(curve.argmax()) + 1}
-    numbers["lr"] = rates[best_rate]
-    details = {"epochs": epochs, "batch": min(batch, split.train.total), "rates": list(rates), "scaled": scaled}
-    return Outcome({f"linear/{name}": value for name, value in numbers.items()}, details | {"seed": seed})
+    return {f"linear/{name}": value for name, value in (numbers | {"lr": rates[best_rate]}).items()}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Rows:
     def accuracy(self, weight: Tensor, bias: Tensor) -> Tensor:
         """Return the top-1 accuracy (R,) of each of R classifiers (R, D, C) in percent. Called by all ranks."""
         hits = torch.zeros(len(weight), device=weight.device)
-        for at in torch.arange(self.total).split(BATCH):
+        for at in torch.arange(self.total).split(CLASSIFIED):
             x, y = self.select(at)
             hits += ((x @ weight + bias).argmax(-1) == y).sum(1)
         return 100 * (dist.total(hits) / self.total)
@@ -125,7 +124,7 @@ def moments(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     `x` are the features of this rank. Ranks add their sums in float64; a single one computes in float32."""
     if dist.size() == 1 and x.dtype == torch.float32:
         return x.mean(0), x.std(0).mean()
-    parts = x.split(BATCH)
+    parts = x.split(CLASSIFIED)
     nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
     mean = dist.total(sum((p.double().sum(0) for p in parts), nothing)) / shard.total
     squares = dist.total(sum(((p.double() - mean).square().sum(0) for p in parts), nothing))

@@ -19,19 +19,23 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
-from eagleray.protocols import feature_types
-from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
 from eagleray.protocols.catalogue import LinearAugmented
+from eagleray.protocols.crop_training import (
+    AugmentedBatches,
+    centre_crops,
+    choose,
+    class_numbers,
+    top_accuracies,
+    without_trivial,
+)
 from eagleray.protocols.digests import digest, weights_digest
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.feature_shards import BATCH
-from eagleray.protocols.features import LabelledFeatures, subset
+from eagleray.protocols.features import LabelledFeatures, check_kind, read_kinds, subset
 from eagleray.protocols.fine_tuning import Trainee, fine_tune
-from eagleray.protocols.label_subset import choose
+from eagleray.protocols.image_batches import BATCH
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ONE_IN, ProbeSets
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
 
 HELD_OUT = 50_000  # images at most that pick the learning rate
 
@@ -49,7 +53,7 @@ def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmen
     seed, batch, epochs, rates = settings.seed, settings.batch, settings.epochs, settings.rates
     size, resize, features, note = settings.size, settings.resize, settings.features, workspace.note
     sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
-    feature_types.check(backbone, features, size)
+    check_kind(backbone, features, size)
     batches = AugmentedBatches.of(
         sets.train, sets.train_samples, size=size, batch=batch, epochs=epochs, seed=seed, device=device, note=note
     )
@@ -162,7 +166,7 @@ class Classifiers(Trainee):
 @torch.no_grad()
 def crop_features(backbone: Backbone, kind: str, images: Tensor) -> Tensor:
     """Return the features (B, D) of images (B, 3, S, S), a few images at a time, as no gradient needs the others."""
-    return torch.cat([feature_types.read(backbone, part, [kind])[kind] for part in images.split(BATCH)])
+    return torch.cat([read_kinds(backbone, part, [kind])[kind] for part in images.split(BATCH)])
 
 
 def mask(samples: NDArray[np.int64], total: int, device: torch.device) -> Tensor:

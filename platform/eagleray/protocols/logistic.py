@@ -19,14 +19,13 @@ from eagleray.base.errors import UserError
 from eagleray.protocols import logistic_shards
 from eagleray.protocols.catalogue import Logistic
 from eagleray.protocols.classification_scores import Array
-from eagleray.protocols.feature_shards import Shard
-from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.features import LabelledFeatures, Shard
 from eagleray.protocols.outcome import Outcome
 
 STEPS, PER_DECADE, LOWEST = 96, 8, -6  # lambda goes from 10^-6 to 10^6
 COARSE = 2 * PER_DECADE  # steps between the seven values that the search begins with
 ITERATIONS = 1000
-ONE_IN = 5  # without a validation set, one training sample in so many of each class is held out
+ONE_IN = 5  # one training sample in five of each class is held out where there is no validation set
 
 
 def strength(step: int) -> float:
@@ -123,7 +122,7 @@ def _decide(model: LogisticRegression, x: Array) -> Array:
 def _fit(x: Array, y: Array, strength: float, device: torch.device) -> LogisticRegression:
     if dist.size() > 1:
         return logistic_shards.fit(x, y, strength, ITERATIONS, device)
-    with warnings.catch_warnings():  # as published, a fit ends after ITERATIONS even if it has not converged
+    with warnings.catch_warnings():  # a fit ends after ITERATIONS even if it has not converged, as published
         warnings.simplefilter("ignore", ConvergenceWarning)
         return LogisticRegression(C=1 / strength, max_iter=ITERATIONS).fit(x, y)
 

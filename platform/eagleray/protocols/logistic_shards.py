@@ -15,7 +15,7 @@ from eagleray.base import dist
 from eagleray.protocols.classification_scores import METRICS, Array
 
 ROWS = 8192  # samples whose features are in float64 at a time
-TOLERANCE, SEARCHES = 1e-4, 50  # of scikit-learn: largest element of the gradient, and steps of a line search
+TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's largest element of the gradient, and steps of a line search
 
 
 def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.device) -> LogisticRegression:

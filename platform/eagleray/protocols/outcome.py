@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a protocol: numbers by name, such as knn/top1 in percent, its settings, the paths of its pictures,
-    and those of tables that it has written beside them."""
+    """The result of a protocol: its scores by name, such as knn/top1 in percent, its settings, and the paths of the
+    pictures and tables that it has written."""
 
     numbers: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)

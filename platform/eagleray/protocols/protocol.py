@@ -15,7 +15,7 @@ from yaml import YAMLError
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config import yaml_text
-from eagleray.config.written import validated
+from eagleray.config.yaml_text import validate_written
 from eagleray.protocols.needs import Features, Images, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.settings import Evaluate
@@ -30,7 +30,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Workspace:
-    """The places where a protocol writes its files and its lines about the progress."""
+    """The places where a protocol writes its files and its progress messages."""
 
     folder: Path  # pictures and tables are written here, on this machine
     note: Callable[[str], None] = print
@@ -38,18 +38,18 @@ class Workspace:
 
     @property
     def out(self) -> Path:
-        """The folder for pictures and tables, which is made when it is first asked for."""
+        """The folder for pictures and tables, which is created at its first use."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder
 
     @property
     def checkpoints(self) -> str:
-        """The folder or URL for the checkpoints of a training."""
+        """The folder or URL where a protocol that trains a network keeps its checkpoints."""
         return self.store or str(self.folder)
 
 
 class Protocol(BaseModel, Generic[D]):
-    """An evaluation protocol, whose fields are its settings. It is given its data as a `D`."""
+    """Base class of evaluation protocols. A protocol's fields are its settings; `D` is the type of its data."""
 
     model_config = {**config.STRICT, "frozen": True}
     about: ClassVar[str] = ""  # one line for `eagleray list protocols`
@@ -58,21 +58,21 @@ class Protocol(BaseModel, Generic[D]):
 
     @classmethod
     def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
-        """Return the settings that the recipe of a run determines."""
+        """Return the settings of this protocol that the recipe of a run determines."""
         return {name: getattr(evaluate, name) for name in cls.recipe}
 
     @abstractmethod
     def data(self) -> Need[D]:
-        """Return the kind of data that it needs."""
+        """Return the kind of data that the protocol needs."""
 
     def check(self, backbone: "Backbone") -> None:
-        """Raise UserError when the backbone cannot be measured with these settings. Called before `run`."""
+        """Raise UserError if the protocol cannot evaluate the backbone with these settings. Called before `run`."""
 
     @abstractmethod
     def run(self, backbone: "Backbone", data: D, workspace: Workspace) -> Outcome:
-        """Measure a backbone. Of several ranks, rank 0 returns the outcome, and its workspace is the one that counts.
+        """Evaluate a backbone. If several ranks share the work, Eagleray uses only the outcome and workspace of rank 0.
 
-        Raises UserError when a setting or the data are wrong."""
+        Raises UserError if a setting or the data are wrong."""
 
 
 class FrozenProtocol(Protocol[D], Generic[D]):
@@ -88,39 +88,41 @@ class FrozenProtocol(Protocol[D], Generic[D]):
         return super().of_recipe(evaluate) | {"features": cls.model_fields["features"].default}
 
     def check(self, backbone: "Backbone") -> None:
-        from eagleray.protocols import feature_types
+        from eagleray.protocols.features import check_kind
 
-        feature_types.check(backbone, self.features, self.size)
+        check_kind(backbone, self.features, self.size)
 
 
 class FeatureProtocol(FrozenProtocol["FrozenFeatures"]):
-    """A protocol on the frozen features of labelled images. With `ranks`, each rank has those of its share of them."""
+    """A protocol that reads features of labelled images. If `ranks` is true, each rank gets a share of them."""
 
     def data(self) -> Features:
         return Features(self.features, self.size, self.resize, shared=self.ranks)
 
 
-class ImageProtocol(Protocol["Index"]):
-    """A protocol on images without labels."""
+class SizedProtocol(Protocol[D], Generic[D]):
+    """A protocol that sends square images of one size through the backbone."""
 
+    patches: ClassVar[bool] = False  # whether it reads their patches too
     size: PositiveInt  # side of the images, in pixels
+
+    def check(self, backbone: "Backbone") -> None:
+        from eagleray.protocols.eval_mode import check_images, check_patches
+
+        (check_patches if self.patches else check_images)(backbone, self.size)
+
+
+class ImageProtocol(SizedProtocol["Index"]):
+    """A protocol that reads images without labels."""
 
     def data(self) -> Images:
         return Images()
 
-    def check(self, backbone: "Backbone") -> None:
-        from eagleray.protocols.eval_mode import check_images
-
-        check_images(backbone, self.size)
-
 
 class PatchProtocol(ImageProtocol):
-    """A protocol on the patches of images without labels."""
+    """A protocol that reads the patches of images without labels."""
 
-    def check(self, backbone: "Backbone") -> None:
-        from eagleray.protocols.eval_mode import check_patches
-
-        check_patches(backbone, self.size)
+    patches = True
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Listed:
         fields = self.kind.model_fields
         given = {name: parse_option(value, fields[name].annotation) for name, value in settings.items()}
         try:
-            protocol = validated(self.kind.model_validate, given)
+            protocol = validate_written(self.kind.model_validate, given)
         except ValidationError as e:
             raise UserError("; ".join(f"--{line}" for line in config.explain(e, self.kind))) from None
         return {name: getattr(protocol, name) for name in settings}

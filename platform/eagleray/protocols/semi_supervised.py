@@ -15,17 +15,21 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.augmented_batches import AugmentedBatches, class_numbers
 from eagleray.protocols.catalogue import SemiSupervised
+from eagleray.protocols.crop_training import (
+    AugmentedBatches,
+    centre_crops,
+    choose,
+    class_numbers,
+    top_accuracies,
+    without_trivial,
+)
 from eagleray.protocols.digests import digest, weights_digest
-from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import check_images, in_eval_mode
-from eagleray.protocols.fine_tuning import Trainee, fine_tune
-from eagleray.protocols.label_subset import choose
+from eagleray.protocols.fine_tuning import Trainee, fine_tune, set_drop_path
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ProbeSets
 from eagleray.protocols.protocol import Workspace
-from eagleray.protocols.top_accuracy import centre_crops, top_accuracies, without_trivial
 
 
 @in_eval_mode

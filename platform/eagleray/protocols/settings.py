@@ -9,21 +9,25 @@ from eagleray.config import STRICT
 
 Bank = Literal["fp32", "bf16"]  # the format in which features are kept
 
-EPOCHS = 100  # of the linear probe where a recipe sets none
+# The linear probe where a recipe sets nothing: epochs, images of a batch, and rates for a batch of 256.
+EPOCHS, BATCH = 100, 1024
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Evaluate:
     """The settings with which kNN and the linear probe evaluate the backbone of a run."""
 
-    every: NonNegativeInt = 0  # epochs between kNN evaluations during training; 0: at the end only
-    size: PositiveInt = 224  # pixels, centre crop
+    # Epochs between evaluations during training, by kNN or the supervised classifier; 0: only at the end
+    every: NonNegativeInt = 0
+    size: PositiveInt = 224  # pixels of the centre crop
     resize: PositiveInt = 256  # pixels of the short side before the crop
-    k: PositiveInt = 20
-    temperature: PositiveFloat = 0.07
-    limit: PositiveInt | None = None  # training images that kNN and the linear probe use; None: all
-    probe_epochs: NonNegativeInt = EPOCHS  # of the linear probe; 0: no probe
-    # The format in which features are kept: bf16 takes half the memory, and rounds them.
+    k: PositiveInt = 20  # number of nearest neighbours
+    temperature: PositiveFloat = 0.07  # temperature of the neighbours' votes
+    # Number of random training images for kNN and the linear probe; None: all, but at most 1,300,000 during training
+    limit: PositiveInt | None = None
+    probe_epochs: NonNegativeInt = EPOCHS  # epochs of the linear probe; 0: no probe
+    # Number format of stored features; bf16 takes half the memory, and rounds the features
     bank: Bank = "fp32"
 
     def __post_init__(self) -> None:

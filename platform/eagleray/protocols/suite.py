@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
+from eagleray.base.files import NO_JSON
 from eagleray.datasets import multilabel
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.datasets.sources import files
@@ -21,7 +22,7 @@ from eagleray.storage.shard_names import is_shard
 class Row(NamedTuple):
     """A dataset of the suite: its metric, and the published results of table 11 in percent."""
 
-    metric: str  # of classification_scores.METRICS
+    metric: str  # a key of classification_scores.METRICS
     resnet50: float  # supervised, as EsViT's authors measured it
     swint: float  # supervised
     esvit: float  # EsViT with Swin-T
@@ -96,13 +97,11 @@ def read_reference(folder: str) -> dict[str, float]:
     """Return the results of the newest run of the suite in a folder or URL of results, by dataset; those of a trained
     backbone, if there are any. Raises UserError."""
     url = f"{store.absolute(folder).rstrip('/')}/results.json"
-    try:
+    with explained(f"--reference {folder}: {url} holds no results of the suite", *NO_JSON, why=False):
         results = [result for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"]
         # With --untrained the random weights are measured last, and they are not what others are compared with.
         newest = sorted(results, key=lambda result: not result.get("untrained"))[-1]["numbers"]
         return {name: float(newest[f"suite/{name}"]) for name in SUITE if f"suite/{name}" in newest}
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        raise UserError(f"--reference {folder}: {url} holds no results of the suite") from None
 
 
 def score(features: Callable[[str], LabelledFeatures], folder: str, name: str, seed: int) -> Outcome:

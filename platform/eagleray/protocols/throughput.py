@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagleray.base import devices
-from eagleray.base.errors import UserError
+from eagleray.base.errors import explained
 from eagleray.engine.precision import autocast, format_name
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import plain
@@ -47,7 +47,8 @@ def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], N
     net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
     images = torch.randn(batch, backbone.channels, size, size, device=device)
     check_images(net, size)
-    try:
+    full = f"throughput: {batch} images of {size} pixels do not fit on this {device.type}"
+    with explained(full, torch.OutOfMemoryError, why=False):
         numbers = {
             "params_m": sum(p.numel() for p in net.parameters()) / 1e6,
             "gmacs": multiplications(net.eval(), images[:1]) / 1e9,
@@ -56,8 +57,6 @@ def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], N
             "step_s": seconds(lambda: step(net.train(), images), rounds, device),
             "step_mib": peak(lambda: step(net, images), net, device) / MIB,
         }
-    except torch.OutOfMemoryError:
-        raise UserError(f"throughput: {batch} images of {size} pixels do not fit on this {device.type}") from None
     details: dict[str, Any] = {"size": size, "batch": batch, "rounds": rounds, "device": devices.name(device)}
     details |= {"precision": format_name(device), "threads": torch.get_num_threads()}
     return Outcome({f"throughput/{key}": value for key, value in numbers.items()}, details)

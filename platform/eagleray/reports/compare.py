@@ -1,17 +1,25 @@
-"""Several runs on one page: their curves over each other, and what differs in their results and recipes."""
+"""Several runs on one page: their curves over each other, what each took, and how results and recipes differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.reports import cost, plots
-from eagleray.reports.page import Page, Section, Table, footer_text
+from eagleray.evaluation.results import Result, format_settings
+from eagleray.reports import plots
+from eagleray.reports.page import Page, Picture, Section, Table, footer_text
 from eagleray.reports.read import Run, names
-from eagleray.reports.sections import all_scores, data_text, figures, model_text
+from eagleray.reports.sections import all_scores, data_text, figures, latest_results, model_text
 from eagleray.runs import metrics
 
+# Numbers of the throughput protocol that accuracies are drawn over, and their axes.
+AXES = {
+    "throughput/images_per_s": "images/s of a forward pass",
+    "throughput/params_m": "million parameters",
+    "throughput/gmacs": "1e9 multiply-adds of an image",
+}
+MEASURED = ("size", "batch", "device", "precision", "threads")  # settings on which images/s depend
 TIMES = (metrics.WALL_SECONDS, metrics.GOODPUT, metrics.RESTARTS)
 
 
@@ -32,7 +40,7 @@ def page(runs: Sequence[Run], folder: Path) -> Page:
         Section("Results", results(named), ["Top-1 and top-5 are in percent."]),
         Section(
             "Cost",
-            [*cost.hours(named), *figures(list(cost.accuracy_over_cost(named, folder)))],
+            [*hours(named), *figures(list(accuracy_over_cost(named, folder)))],
             ["Accuracy is drawn over speed and size for runs that the throughput protocol has measured."],
         ),
         Section("Curves", figures(plots.compared(named, folder, epochs=epochs)), text),
@@ -102,3 +110,63 @@ def _counted(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(v, Mapping) for v in value):
         return {str(i): _counted(v) for i, v in enumerate(value)}
     return value
+
+
+def hours(runs: Mapping[str, Run]) -> list[Table]:
+    """Return a table with what the training of each run took: hours, hours of all workers together, and hours for a
+    hundred epochs (MoCo v3, table 3)."""
+    rows = []
+    for name, run in runs.items():
+        seconds, epochs = run.summary.get(metrics.WALL_SECONDS), run.summary.get("epochs")
+        ranks = {s["ranks"] for s in run.starts if "ranks" in s}
+        if not seconds:
+            continue
+        spent, workers = seconds / 3600, ranks.pop() if len(ranks) == 1 else None
+        hundred = spent * 100 / epochs if epochs else None
+        together = spent * workers if workers else None
+        devices = run.environment.get("gpus") or ["CPU"]
+        rows.append([name, devices[0], workers, spent, together, hundred, hundred and workers and hundred * workers])
+    columns = ["Run", "Device", "Workers", "Hours", "Worker hours", "Hours per 100 epochs", "Worker hours per 100"]
+    return [Table("What training took", columns, rows)] if rows else []
+
+
+def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Picture]:
+    """Yield a picture for every top-1 accuracy and every axis that two or more runs have, and write each as a PNG into
+    the folder (EsViT, figure 1; MoCo v3, figures 7 and 8)."""
+    costs = {name: cost for name, run in runs.items() if (cost := throughput_of(run))}
+    alike = len({format_settings(at) for at in map(conditions, costs.values())}) == 1
+    for heading, key, scores in accuracies(runs):
+        for axis, label in AXES.items():
+            if axis == "throughput/images_per_s" and not alike:  # another device or batch is not comparable
+                continue
+            points = [
+                plots.Point(
+                    name, str(runs[name].recipe.get("method", {}).get("name", "?")), costs[name].numbers[axis], score
+                )
+                for name, score in scores.items()
+                if name in costs and axis in costs[name].numbers
+            ]
+            if len(points) > 1:
+                yield plots.scatter(points, label, f"{key}, %", heading, folder)
+
+
+def throughput_of(run: Run) -> Result | None:
+    """Return the latest result of the throughput protocol of a run."""
+    return next((r for r in reversed(latest_results(run)) if r.protocol == "throughput"), None)
+
+
+def conditions(result: Result) -> Mapping[str, object]:
+    """Return the settings on which a measured speed depends."""
+    return {key: result.settings.get(key) for key in MEASURED}
+
+
+def accuracies(runs: Mapping[str, Run]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield how an accuracy was measured, its key, and the runs that have it: only what was measured in the same way
+    can be compared."""
+    found: dict[tuple[tuple[str, str], str], tuple[str, str, dict[str, float]]] = {}
+    for name, run in runs.items():
+        for scores in all_scores(run):
+            for key, value, *_ in scores.rows:
+                if key.endswith("/top1"):
+                    found.setdefault((scores.key, key), (scores.heading, key, {}))[2][name] = value
+    yield from found.values()

@@ -12,7 +12,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base import files
-from eagleray.base.errors import UserError
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, UNTYPED, samples_where
 from eagleray.data.index import Index
@@ -55,7 +54,7 @@ class Data:
         return pa.table(found)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return a column of numbers of those samples, nan where they have none."""
+        """Return a column of numbers for the samples that are looked at, nan where a sample has none."""
         return self.table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
 
     def sheet(self, samples: NDArray[np.int64], alt: str, caption: str, columns: int = 4) -> Picture | None:
@@ -81,13 +80,11 @@ def data_map(url: str, index: Index, out: Path, *, features: SampleTable | None,
         lead=lead(data),
         sections=[section for section in sections if section],
         footer=footer_text(url),
-        tiles=[Tile("images", len(index)), Tile("shards", len(index.shards)), *tiles(data)],
+        tiles=[Tile("images", len(index)), *[Tile("shards", index.packed)] * bool(index.packed), *tiles(data)],
     )
-    try:
+    with files.writing(str(out)):
         out.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomic(out, render(page))
-    except OSError as e:
-        raise UserError(f"{out}: cannot be written: {e.strerror or e}") from None
 
 
 def lead(data: Data) -> list[str]:

@@ -1,5 +1,6 @@
 """Draw a choice of samples: count what is read and what is left out, and take images of both at random."""
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,7 +70,5 @@ def images_of(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, P
     """Yield the number of each sample whose image decodes, and the image."""
     numbers = samples.tolist()
     for sample, data in zip(numbers, ordered_map(lambda n: index.read(n, n + 1), numbers), strict=True):
-        try:
+        with contextlib.suppress(BadImage):
             yield sample, decode(data).permute(1, 2, 0).numpy()
-        except BadImage:
-            continue

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ DEPTH = 4  # folders below the given one in which runs are looked for
 class Listed:
     """A run in a list. A score that the run does not have is None."""
 
-    name: str  # its folder, from the given one
+    name: str  # path of the run's folder, relative to the given one
     method: str
     state: str  # the state that a report shows, or "damaged"
     step: int
@@ -34,10 +35,11 @@ class Listed:
 
 
 def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str = "") -> list[Listed]:
-    """Return the runs in a folder or s3:// URL: state, steps, and the best and newest value of one number of
-    metrics.jsonl, such as `knn/top1`, in short `knn`. The newest run comes first; `best` names a number instead of
-    `metric` by which the best run comes first. A run with a file that cannot be read is damaged, and the log says why.
-    Raises UserError and Outage.
+    """List the runs in a folder or s3:// URL with their states and steps, and one metric's best and newest values.
+
+    `metric` is a name in metrics.jsonl such as `knn/top1`, which may be shortened to `knn`. The newest run comes first.
+    `best` names a metric to show instead of `metric`. With `best`, the run with the best value comes first. A run with
+    an unreadable file has the state "damaged", and the log says why. Raises UserError and Outage.
 
     Example:
 
@@ -66,7 +68,7 @@ def run_folders(root: str) -> Iterator[str]:
     if not store.may_be_folder(root):
         raise UserError(f"{root}: no such folder; expected one with runs in it")
     last = None
-    for folder, names in store.folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
+    for folder, names in folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
         inside = last is not None and folder.startswith(f"{last}/")  # a part of a run
         if _is_run(folder, names) and not inside:
             yield (last := folder)
@@ -109,3 +111,21 @@ def _name(out: str, root: str) -> str:
 
 def _part(recipe: dict[str, Any], part: str) -> str:
     return str(recipe.get(part, {}).get("name", ""))
+
+
+def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders up to `depth` levels below a folder that hold files of these names, with those that they hold;
+    a folder comes before those in it. On this machine, what is in a folder with all of them is not looked at."""
+    if folder := store.folder_of(root):
+        found = {}
+        for parent, folders, files in os.walk(folder):
+            found[parent] = [name for name in files if name in names]
+            if len(found[parent]) == len(names) or parent.removeprefix(str(folder)).count(os.sep) >= depth:
+                folders.clear()
+    else:
+        found = defaultdict(list)
+        for blob in store.store(root).walk(f"{root}/"):
+            parent, _, name = blob.url.rpartition("/")
+            if name in names and parent.removeprefix(root).count("/") <= depth:
+                found[parent].append(name)
+    yield from sorted(((p, held) for p, held in found.items() if held), key=lambda item: f"{item[0]}/")

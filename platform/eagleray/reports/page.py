@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 BUDGET = 3_000_000  # bytes of all pictures of evaluations together; a third more once written as text
-LEAST = 20_000  # bytes of one of them, below which nothing could be seen
-FORMATS = ("PNG", "JPEG", "WEBP")  # those that a browser shows, and that no program is started for
+LEAST = 20_000  # the least bytes that one of them gets: in fewer nothing could be seen
+FORMATS = ("PNG", "JPEG", "WEBP")  # browsers show these, and PIL starts no program to read them
 PIXELS = 50_000_000  # larger pictures are not decoded
 # Longer side in pixels and quality of a picture that is larger than its share, the first that fits.
 SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))

@@ -185,7 +185,7 @@ def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, fol
         of = sorted((p for p in points if p.group == group), key=lambda p: p.x)
         axes.plot([p.x for p in of], [p.y for p in of], "o-", color=COLOURS[i % len(COLOURS)], label=group, lw=1, ms=4)
         for p in of:
-            left = p.x == max(q.x for q in points)  # its name would not fit at its right
+            left = p.x == max(q.x for q in points)  # the name would not fit on the right side
             place: Any = {"xytext": (-4, -10), "ha": "right"} if left else {"xytext": (4, 4)}
             axes.annotate(label(p.run), (p.x, p.y), textcoords="offset points", fontsize=7, **place)
     if max(p.x for p in points) > 4 * min(p.x for p in points):

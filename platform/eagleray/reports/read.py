@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.base.files import LARGE, read_history, read_lines, read_metrics
 from eagleray.config import yaml_text
 from eagleray.evaluation import results
@@ -50,7 +50,7 @@ class Run:
     quarantine: Sequence[dict[str, Any]]
     state: str  # finished, running, stopped, failed, broken off or not begun
     why: str  # more about the state, in a sentence
-    log: Sequence[str]  # its last lines
+    log: Sequence[str]  # last lines of train.log
     forecast: dict[str, Any]  # what was expected of its memory and speed
     choice: Choice | None  # the samples that the run reads
 
@@ -143,12 +143,8 @@ def state_of(
 
 def failure_of(out: str) -> str | None:
     """Return why no restart can mend the run, or None. Raises UserError when its note says something else."""
-    try:
-        note = run_store(out).get(layout.FAILURE)
-        content = json.loads(note) if note else None
-    except (ValueError, RecursionError):
-        raise UserError(f"{out}/{layout.FAILURE}: not valid JSON") from None
-    return shapes.check(shapes.Failure, content, f"{out}/{layout.FAILURE}").why if note else None
+    note, where = run_store(out).get(layout.FAILURE), f"{out}/{layout.FAILURE}"
+    return shapes.check(shapes.Failure, _parsed(note, where), where).why if note else None
 
 
 def last_error(log: Sequence[str]) -> str:
@@ -171,13 +167,15 @@ def names(outs: Sequence[str]) -> list[str]:
 
 
 def _json(path: Path, missing: Any) -> Any:
-    try:
-        content = json.loads(path.read_text()) if path.exists() else missing
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON") from None
+    content = _parsed(path.read_bytes(), path) if path.exists() else missing
     if not isinstance(content, type(missing)):
         raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
+
+
+def _parsed(text: str | bytes, where: Path | str) -> Any:
+    with explained(f"{where}: not valid JSON", ValueError, RecursionError):
+        return json.loads(text)
 
 
 def _checked(kind: type, path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from eagleray.reports.page import (
     picture_uri,
 )
 from eagleray.reports.read import Run, names
-from eagleray.runs import metrics
+from eagleray.runs import layout, metrics
 from eagleray.runs.health import AT_END, KINDS
 from eagleray.runs.summary import CHECKED, SENTENCES, UNCHECKED, VERDICT
 
@@ -238,7 +238,9 @@ def findings(run: Run) -> list[Table]:
 
 def evaluation_pictures(run: Run) -> list[Pictures]:
     """Return the pictures that evaluations drew, as large as the page has room for."""
-    paths = sorted((run.folder / "pictures").rglob("*.png"))
+    paths = sorted((run.folder / layout.PICTURES).rglob("*.png"))
+    if (own := run.folder / layout.NEIGHBOURS).exists():
+        paths.insert(0, own)
     share = max(BUDGET // max(len(paths), 1), LEAST)
     pictures = []
     for path in paths[: BUDGET // LEAST]:
@@ -253,6 +255,8 @@ def evaluation_pictures(run: Run) -> list[Pictures]:
 
 def caption(run: Run, path: Path) -> str:
     """Return the caption of a picture: its name, and the evaluation that drew it with the settings."""
+    if path.name == layout.NEIGHBOURS and path.parent == run.folder:
+        return "At the end of the run: images of its evaluation, each with those nearest to it by their features"
     words = path.stem.replace("_", " ").replace("-", " ")
     of = next((r for r in reversed(run.results) if str(path.relative_to(run.folder)) in r.pictures), None)
     return f"{words}{', untrained' * of.untrained} ({protocol_text(of)}{backbone_suffix(run, of)})" if of else words
@@ -349,7 +353,7 @@ def environment(run: Run) -> list[Table]:
     """Return the table of the packages, the machine and the command that the run was made with."""
     e = run.environment
     rows = [["python", e.get("python")], *(e.get("packages") or {}).items()] if e else []
-    rows += [[k, e[k]] for k in ("platform", "cpus") if k in e]
+    rows += [[k, e[k]] for k in ("user", "platform", "cpus") if k in e]
     if e.get("gpus"):
         rows.append(["gpus", ", ".join(f"{n} x {gpu}" for gpu, n in Counter(e["gpus"]).items())])
     if "command" in e:

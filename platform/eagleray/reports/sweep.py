@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from eagleray import config
-from eagleray.base.errors import one_line
 from eagleray.reports import plots as plots_of_runs
 from eagleray.reports.page import BUDGET, Page, Picture, Pictures, Section, Table, Texts, Tile, footer_text, picture_uri
 from eagleray.reports.read import read
 from eagleray.reports.sections import figures
 from eagleray.runs import layout
+from eagleray.runs.background import side_work
 from eagleray.runs.run_store import run_store
 from eagleray.storage import store
 from eagleray.sweeps import plots
@@ -24,6 +24,7 @@ CAPTIONS = {
     "keys": "The objective over each key that the sweep varies.",
     "parallel": "Each trial is a line from key to key; darker is better.",
     "curves": "The objective over the share of each trial's steps.",
+    "alternatives": "The alternatives, each with its best trial that took all its steps and the values of that.",
 }
 
 
@@ -38,10 +39,8 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
         named, values = [r["alternative"]] * several, [r["values"].get(k) for k in keys]
         rows.append([r["id"], *named, *values, r["step"], r["metric"], r["state"], r["why"]])
     lead, drawn = [f"To compare its trials: eagleray report {trials(out, len(rows))}"], []
-    try:
+    with side_work("The pictures could not be drawn", lead.append):
         drawn = [Picture(picture_uri(p, BUDGET // 3), CAPTIONS[p.stem], CAPTIONS[p.stem]) for p in plots.draw(study)]
-    except Exception as e:  # no picture is worth a page
-        lead.append(f"The pictures could not be drawn: {one_line(e)}")
     sections = [
         Section("Trials", [Table("Every trial that was started", columns, rows)] if rows else []),
         Section("Pictures", [Pictures(drawn, large=True)] if drawn else []),

@@ -25,11 +25,11 @@ SECONDS = 10.0  # the time between two drawings
 
 
 class Watch:
-    """A server of the page about a run or a sweep, for browsers on this machine, at its `url`.
+    """A web server on this machine, for a page about a run or a sweep. Open its address `url` in a browser.
 
-    `run` is a `Run`, a folder or an s3:// URL; a `port` of 0 is any free one. A page is drawn `seconds` after the last
-    one, and only if a browser asks for it. The server runs in threads until `close`, or until its `with` block ends.
-    Raises UserError and Outage.
+    `run` is a `Run`, a folder or an s3:// URL; `port=0` picks any free port. When a browser requests the page, the
+    server generates a new page if the last page is older than `seconds`. The server runs in threads until `close` is
+    called or its `with` block ends. Raises UserError and Outage.
 
     Example:
 
@@ -56,7 +56,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -65,7 +65,7 @@ class Watch:
         self._thread.join()
 
     def page(self) -> Page:
-        """Return the page of now, or the last one with a line that says why there is no newer one."""
+        """Return the current page. If Eagleray cannot generate it, return the last page with a line that says why."""
         with self._lock:  # one of several browsers has it drawn
             if time.monotonic() - self._drawn >= self.seconds:  # a finished run may be extended
                 try:

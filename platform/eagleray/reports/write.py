@@ -10,7 +10,7 @@ from eagleray.reports import compare, sections, sweep
 from eagleray.reports.page import render
 from eagleray.reports.read import Source, read
 from eagleray.runs import layout, mlflow_run
-from eagleray.runs.layout_of_sweep import ROWS
+from eagleray.runs.layout import SWEEP_ROWS
 from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import tracking_of
 from eagleray.storage import store
@@ -21,10 +21,11 @@ ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # sta
 
 
 def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> list[str]:
-    """Write one HTML page about a run, a sweep, or several runs compared, and return where it is.
+    """Write one HTML page about a run or a sweep, or one that compares several runs. Return where it is stored.
 
-    `runs` are `Run`s, folders or s3:// URLs. The page is `report.html` in the run's folder, or in the working folder
-    for several runs, unless `out` names another file; a run in a store gets a copy there. Raises UserError and Outage.
+    `runs` is a `Run`, a folder or an s3:// URL, or a list of several. `out` names the HTML file. By default the file is
+    `report.html` in the run's folder, or in the working folder for several runs. If the run is in object storage and
+    `out` is not set, the page is also stored with the run. Raises UserError and Outage.
 
     Example:
 
@@ -42,7 +43,7 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
     sweeps = [(g.rstrip("/"), folder) for g in urls if (folder := sweep_folder(g.rstrip("/")))]
     if sweeps and len(urls) > 1:
         url, folder = sweeps[0]
-        trials = sweep.trials(url, len(files.read_lines(folder / ROWS)))
+        trials = sweep.trials(url, len(files.read_lines(folder / SWEEP_ROWS)))
         raise UserError(f"{url}: a sweep cannot be compared with others; its trials can: {trials}")
     found = [] if sweeps else [read(g) for g in urls]
     for run in found:
@@ -54,14 +55,13 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
     path = out or beside / NAME
     folder = path.with_suffix("")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if sweeps:
-            content = sweep.page(beside, store.absolute(sweeps[0][0]), folder)
-        else:
-            content = sections.page(found[0], folder) if len(found) == 1 else compare.page(found, folder)
-        files.write_atomic(path, render(content))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+        with files.writing(str(path)):
+            folder.mkdir(parents=True, exist_ok=True)
+            if sweeps:
+                content = sweep.page(beside, store.absolute(sweeps[0][0]), folder)
+            else:
+                content = sections.page(found[0], folder) if len(found) == 1 else compare.page(found, folder)
+            files.write_atomic(path, render(content))
     finally:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

@@ -1,12 +1,16 @@
 """The accelerators that a plan knows, with the numbers of their makers' data sheets and a cloud's usual network."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from eagleray.base.errors import UserError
 from eagleray.config import nearest
-from eagleray.runs.step_trace import ATTENTION, CONV, FUNCTION, MATMUL, MOVE, NORM, StepTrace, Work
 
+if TYPE_CHECKING:
+    from eagleray.runs.step_trace import StepTrace, Work
+
+# Operations by what limits them.
+MATMUL, CONV, ATTENTION, NORM, FUNCTION, MOVE = "matmul", "conv", "attention", "norm", "function", "move"
 PER_NODE = 8  # accelerators that a machine holds at most
 
 
@@ -51,6 +55,8 @@ ACCELERATORS = {
 REACHED = {MATMUL: 0.65, CONV: 0.4, ATTENTION: 0.35}
 REACHED_BANDWIDTH = 0.8
 LAUNCH = 2e-6  # seconds between two operations, on any device
+LATENCY, FAR = 20e-6, 50e-6  # seconds of the smallest exchange between devices of a machine, and of several machines
+HOP = 25e-6  # seconds of a message between the hosts' processes of two ranks
 # Of a CPU core: only how they compare with each other matters, as `calibrate` measures the speed of the whole.
 CORE = {MATMUL: 80e9, CONV: 60e9, ATTENTION: 60e9}  # FLOP/s
 CORE_BANDWIDTH = {FUNCTION: 9e9, NORM: 12e9}  # B/s; of all other operations:
@@ -67,14 +73,14 @@ class Rates:
     launch: float  # seconds of an operation beside its work
     dispatch: float = 0.0  # seconds of the host for an operation, while the device works
 
-    def seconds(self, trace: StepTrace) -> float:
-        """Return the time of a step on the device, without its input and its exchange of gradients.
+    def seconds(self, trace: "StepTrace") -> float:
+        """Return the time of a step on the device, without its input and the exchanges between ranks.
 
         Each operation takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al. 2009, the
         roofline model).
         """
 
-        def one(w: Work) -> float:
+        def one(w: "Work") -> float:
             computing = w.flops / self.flops[w.kind, w.wide] if w.flops else 0.0
             return max(computing, w.bytes / self.bytes[w.kind]) + self.launch
 
@@ -89,7 +95,7 @@ class Rates:
             self.dispatch * factor,
         )
 
-    def fitted(self, short: StepTrace, short_seconds: float, long: StepTrace, long_seconds: float) -> "Rates":
+    def fitted(self, short: "StepTrace", short_seconds: float, long: "StepTrace", long_seconds: float) -> "Rates":
         """Return rates with which two steps take their seconds: the speed of all work, and the time of an operation.
 
         Where no such rates exist, as the two steps are too alike, everything is slowed until the long step fits.
@@ -147,5 +153,11 @@ def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
     """Return the time in which ranks sum up `size` bytes in a ring (Patarasuk and Yuan 2009), over the slowest link."""
     if ranks == 1:
         return 0.0
-    speed = device.link if ranks <= PER_NODE else min(device.link, device.network * PER_NODE)
-    return 2 * size * (ranks - 1) / ranks / (speed * 1e9)
+    near = ranks <= PER_NODE
+    speed = device.link if near else min(device.link, device.network * PER_NODE)
+    return (LATENCY if near else FAR) + 2 * size * (ranks - 1) / ranks / (speed * 1e9)
+
+
+def agree_seconds(ranks: int) -> float:
+    """Return the time in which the hosts of ranks agree whether to take a step: in a ring, as gloo sums up."""
+    return 2 * (ranks - 1) * HOP

@@ -1,4 +1,4 @@
-"""Let all ranks agree, before each step, whether they take it."""
+"""Say after which step something is due, and let all ranks agree before each step whether they take it."""
 
 import time
 from collections.abc import Iterator
@@ -9,10 +9,42 @@ from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.data.batch import Batch
 from eagleray.data.quarantine import BadSample, Quarantine
 from eagleray.engine.world import World
-from eagleray.runs.cadence import Cadence
+from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
 WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
+
+
+class Cadence:
+    """Decides after every step what is due. Steps are counted from 1; `saved_step` is the step of the last
+    checkpoint."""
+
+    def __init__(self, plan: Plan, start: int) -> None:
+        recipe = plan.recipe
+        self.steps, self.log_steps = plan.steps, recipe.log_steps
+        self.evaluation_steps = recipe.evaluate.every * plan.stream.steps_per_epoch  # 0: at the end alone
+        self.checkpoint_steps, self.checkpoint_minutes = recipe.checkpoint.steps, recipe.checkpoint.minutes
+        self.is_milestone = plan.is_milestone
+        self.saved_step, self.saved_time = start, time.monotonic()
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether to evaluate the backbone after this step. Not after the last one: the end of a run has its
+        own evaluation."""
+        return bool(self.evaluation_steps) and step % self.evaluation_steps == 0 and step < self.steps
+
+    def records(self, step: int) -> bool:
+        """Return whether to write a line of metrics.jsonl after this step."""
+        return step % self.log_steps == 0 or step == self.steps or self.evaluates(step)
+
+    def saves(self, step: int) -> bool:
+        """Return whether a checkpoint is due: after the recipe's number of steps or minutes, whichever comes first."""
+        if self.checkpoint_steps and step - self.saved_step >= self.checkpoint_steps:
+            return True
+        return time.monotonic() - self.saved_time > 60 * self.checkpoint_minutes
+
+    def saved(self, step: int) -> None:
+        """Note that a checkpoint of this step was saved, from which the next interval counts."""
+        self.saved_step, self.saved_time = step, time.monotonic()
 
 
 class Decision(NamedTuple):
@@ -45,10 +77,11 @@ class Agreement:
     def decide(self, step: int, bad: list[BadSample], *, stop: bool) -> Decision:
         """Return whether the step is taken, which needs a batch on every rank and nobody who asked the run to stop, and
         whether rank 0 wants to save a checkpoint after it. Bad samples of all ranks go into quarantine."""
-        save = self.world.rank == 0 and self.cadence.saves(step) and not self.folder.saving()
-        due = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
+        due = self.cadence.is_milestone(step) or (self.cadence.saves(step) and not self.folder.saving())
+        save = self.world.rank == 0 and due
+        look = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED
         stops, broken, failed, ask, saves = self.world.agree(
-            stop or self.folder.stopping(), len(bad), self.problem is not None, due, save
+            stop or self.folder.stopping(), len(bad), self.problem is not None, look, save
         )
         if failed:
             self.problem = next(e for e in dist.gather_objects(self.problem) if e)

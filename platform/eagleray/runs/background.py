@@ -1,7 +1,9 @@
-"""Do something again and again in a thread beside the training."""
+"""Do side work: again and again in a thread beside the training, or once, without ending the run if it fails."""
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable, Iterator
 
 from eagleray.base.errors import Outage, UserError, one_line
 
@@ -38,3 +40,13 @@ class Background(threading.Thread):
         self.ended.set()
         if self.is_alive():
             self.join()
+
+
+@contextlib.contextmanager
+def side_work(what: str, tell: Callable[[str], None] = log.warning) -> Iterator[None]:
+    """A context for work without which a run goes on, such as a picture: its failure is a line that begins with
+    `what`."""
+    try:
+        yield
+    except Exception as e:  # a package may be missing, a disk full, a server away
+        tell(f"{what}: {one_line(e)}")

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
-from eagleray.base.errors import Outage, PluginError, UserError
+from eagleray.base.errors import PluginError
 from eagleray.config import plugins, register
 from eagleray.engine.loop import Step
 from eagleray.methods.method import Method
+from eagleray.runs.contract import foreign_code
 from eagleray.runs.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The part of a run that its callbacks can see."""
+    """The part of a run that its callbacks can read."""
 
     recipe: Recipe
     method: Method
@@ -27,25 +28,25 @@ class RunView:
 
 
 class Callback:
-    """Override the methods that you need. Every rank calls them, in the same order, with its own RunView."""
+    """Base class of callbacks: override its methods. All ranks call their callbacks in the same order."""
 
     def start(self, run: RunView, step: int) -> None:
-        """The run starts, or continues after `step` steps."""
+        """Called when the run starts, or continues after `step` steps."""
 
     def step(self, run: RunView, step: Step) -> None:
-        """The optimiser has made a step. Reading a value of `step.values` makes the host wait for the device."""
+        """Called after each optimiser step. Reading a value of `step.values` makes the host wait for the device."""
 
     def log(self, run: RunView, record: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl is written."""
+        """Called when a line of metrics.jsonl is written."""
 
     def evaluation(self, run: RunView, scores: Mapping[str, float]) -> None:
-        """The backbone has been evaluated, during training or at its end."""
+        """Called after an evaluation of the backbone, during training or at the end of the run."""
 
     def checkpoint(self, run: RunView, step: int) -> None:
-        """A checkpoint of `step` steps is being saved in the background."""
+        """Called while the checkpoint after `step` steps is being saved in the background."""
 
     def end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """All planned steps have been taken, and the backbone has been evaluated and exported."""
+        """Called after all planned steps, when the backbone has been evaluated and exported."""
 
 
 class Callbacks:
@@ -60,22 +61,11 @@ class Callbacks:
         """Build the callback that a plug-in has registered. Raises PluginError."""
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
-        try:
+        with foreign_code(f"callback {name}: creating it failed"):
             return target()
-        except Exception as e:
-            raise PluginError(f"callback {name}: creating it failed: {_said(e)}") from e
 
     def __call__(self, event: str, argument: Any) -> None:
         """Call one method of every callback. Raises PluginError when a callback fails."""
         for name, callback in self.callbacks:
-            try:
+            with foreign_code(f"callback {name}: {event} failed"):
                 getattr(callback, event)(self.run, argument)
-            except (UserError, Outage):
-                raise
-            except Exception as e:
-                raise PluginError(f"callback {name}: {event} failed: {_said(e)}") from e
-
-
-def _said(error: Exception) -> str:
-    """Return the type and the message of an error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

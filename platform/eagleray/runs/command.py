@@ -1,13 +1,23 @@
 """Hold a run for one command of a user: nothing is written into its folder before, and a second command is refused."""
 
 import contextlib
+import importlib.metadata
+import json
+import os
+import platform
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
-from eagleray.base.errors import Busy, Outage, UserError
-from eagleray.runs import layout, layout_of_sweep
+from eagleray.base.errors import Busy, Outage, UserError, hide_secrets
+from eagleray.base.user import user
+from eagleray.config import plugins
+from eagleray.runs import layout
 from eagleray.runs.run_store import RunStore, run_store
+from eagleray.storage import store
 
 
 def new_command() -> str:
@@ -29,7 +39,7 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
     run = run_store(out)
     with contextlib.ExitStack() as stack:
         try:
-            if run.get(layout_of_sweep.ROWS) is not None and not holds_run(run):
+            if run.get(layout.SWEEP_ROWS) is not None and not holds_run(run):
                 raise UserError(f"out={out}: holds a sweep; give another out=")
             stack.callback(run.claim(layout.COMMAND, command, say).close)
             run.wait_until_free(layout.OWNER, say)
@@ -39,3 +49,38 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
             why = (e.strerror if isinstance(e, OSError) else "") or str(e)
             raise UserError(why if why.startswith("out=") else f"out={out}: cannot be written: {why}") from None
         yield
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Return the contents of a folder's environment.json; nothing where it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / layout.ENVIRONMENT).read_text()))
+    return {}
+
+
+def environment() -> dict[str, Any]:
+    """Return the contents of environment.json: versions of packages, machine, user and command."""
+    from eagleray.base import devices  # it imports PyTorch, and commands that start nothing hold runs, too
+
+    names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": devices.names()}
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        **machine,
+        "user": user(),
+        "command": [hide_secrets(word) for word in sys.argv],
+    }
+
+
+def write_plugins(out: str, used: Iterable[plugins.Plugin]) -> None:
+    """Write the sources of plug-ins into the folder of a run or a sweep, beside its recipe."""
+    for sources in plugins.pack(used).values():
+        for relative, data in sources.items():
+            store.put_bytes(f"{out}/{plugins.FOLDER}/{relative}", data)

@@ -1,11 +1,13 @@
 """Check a method from a plug-in before a run depends on it: it must be a subclass of Method that defines what Method
 requires."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 
 from pydantic import PydanticUserError, create_model
 
-from eagleray.base.errors import PluginError, UserError
+from eagleray.base.errors import Outage, PluginError, UserError
 from eagleray.config import Part, register, signature
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -37,16 +39,24 @@ def build(part: Part, backbone: Backbone) -> Method:
     """Build the method of a plug-in. Raises PluginError when the plug-in's code fails or when export() does not
     return a Backbone."""
     where = _name(register.entries("method")[part.name])
-    try:
+    with foreign_code(f"{where}: cannot be built"):
         method: Method = part.build(backbone)
         exported = method.export()
-    except UserError:
-        raise
-    except Exception as e:
-        raise PluginError(f"{where}: cannot be built: {type(e).__name__}: {_said(e)}") from e
     if not isinstance(exported, Backbone):
         raise PluginError(f"{where}: export() returned a {type(exported).__name__}, expected the Backbone")
     return method
+
+
+@contextlib.contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """A context for code of a plug-in, whose errors are raised as PluginErrors that begin with `what`. Those that are
+    meant for a person stay as they are."""
+    try:
+        yield
+    except (UserError, Outage):
+        raise
+    except Exception as e:
+        raise PluginError(f"{what}: {type(e).__name__}: {_said(e)}") from e
 
 
 def _name(entry: register.Entry) -> str:
@@ -56,4 +66,4 @@ def _name(entry: register.Entry) -> str:
 
 def _said(error: Exception) -> str:
     """Return the first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
+    return (str(error).strip().splitlines() or [""])[0]

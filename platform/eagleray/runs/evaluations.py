@@ -1,4 +1,4 @@
-"""Evaluate the backbone of a run during training and at its end, beside an untrained one.
+"""Evaluate the backbone of a run during training and at its end, on held-out images, beside an untrained one.
 
 An evaluation that fails costs its numbers, never the run: the failure is a finding, in the log and in the report.
 """
@@ -6,26 +6,31 @@ An evaluation that fails costs its numbers, never the run: the failure is a find
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from eagleray.base import dist
 from eagleray.base.errors import one_line
 from eagleray.base.files import cache_folder, write_atomic
-from eagleray.data.loader import processes
-from eagleray.engine.numerics import exact_products
+from eagleray.data.digests import data_digest
+from eagleray.data.index import Index
+from eagleray.engine.precision import exact_products
 from eagleray.methods.method import Classifier
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import on_device
-from eagleray.protocols.classifier import classifier
 from eagleray.protocols.digests import digest, weights_digest
-from eagleray.protocols.image_batches import Reading
+from eagleray.protocols.features import subset
 from eagleray.protocols.probes import ProbeSets, evaluate
+from eagleray.protocols.settings import Evaluate
+from eagleray.runs import layout
+from eagleray.runs.background import side_work
 from eagleray.runs.build import build_method
 from eagleray.runs.health import FAILED_EVALUATION, Finding
-from eagleray.runs.held_out import HeldOut, held_out
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.metrics import (
     AT_START,
@@ -38,6 +43,7 @@ from eagleray.runs.metrics import (
     START_RANK,
     UNTRAINED,
 )
+from eagleray.runs.plan import Plan
 from eagleray.runs.rank_run import RankRun
 from eagleray.runs.verdicts import judge, verdicts
 
@@ -45,6 +51,8 @@ log = logging.getLogger(__name__)
 STARTS = 2  # after this many starts that died with their process, the run goes on without the evaluation
 
 ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
+DRAWN_FROM = 500  # images among which the nearest ones are drawn
+MOST_CROPPED = 1000  # images whose crops are compared: a difference of 4.5 points counts, and it costs 2,000 crops
 SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # numbers of the start that are printed
 COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # numbers that the verdict compares
 SHOWN = {"knn top-1": KNN_TOP1, "linear top-1": LINEAR_TOP1, "crops found": CROPS_FOUND, "LiDAR": CROPS_LIDAR}
@@ -52,6 +60,89 @@ BASELINES = "untrained"  # the folder of this machine's cache with the scores of
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores
 
 Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Labelled images, for a run with labels."""
+
+    sets: ProbeSets
+
+    @property
+    def count(self) -> int:
+        """Return the number of images that a score is a share of."""
+        return len(self.sets.test_samples)
+
+    @property
+    def drawn(self) -> tuple[Index, NDArray[np.int64]]:
+        """Return images to draw: their index, and which of them."""
+        return self.sets.test, self.sets.test_samples
+
+    @property
+    def about(self) -> str:
+        return f"kNN and a linear probe on {self.count:,} test images, trained and untrained"
+
+    @property
+    def digests(self) -> list[str]:
+        """Return what says whether the images and labels of two runs are the same."""
+        parts = (self.sets.train, self.sets.train_samples), (self.sets.test, self.sets.test_samples)
+        return [data_digest(index, samples) for index, samples in parts]
+
+    def describe(self, settings: Evaluate, protocol: str) -> str:
+        return self.sets.describe(settings, protocol)
+
+    def scores(self, backbone: Backbone, settings: Evaluate, **how: Any) -> dict[str, float]:
+        """Return the scores of a backbone; `how` says how images are read and computed on."""
+        return evaluate(backbone, self.sets, settings, **how)
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Images without labels: those of `data.test`, else a fixed sample of the training images."""
+
+    index: Index
+    samples: NDArray[np.int64]
+    name: str
+
+    @property
+    def count(self) -> int:
+        return len(self.samples)
+
+    @property
+    def drawn(self) -> tuple[Index, NDArray[np.int64]]:
+        return self.index, self.samples
+
+    @property
+    def about(self) -> str:
+        return (
+            f"how often a second crop finds its own image, as there are no labels: {self.count:,} {self.name} images, "
+            "trained and untrained"
+        )
+
+    @property
+    def digests(self) -> list[str]:
+        return [data_digest(self.index, self.samples)]
+
+    def describe(self, settings: Evaluate, protocol: str) -> str:
+        guess = f", of which a guess finds {100 / max(self.count, 1):.1f} %" * (protocol == "crops")
+        return f"{self.count} {self.name} images{guess}"
+
+    def scores(self, backbone: Backbone, settings: Evaluate, **how: Any) -> dict[str, float]:
+        from eagleray.protocols.crop_retrieval import measure_crops
+
+        found = measure_crops(backbone, self.index, self.samples, size=settings.size, resize=settings.resize, **how)
+        return dict(zip((CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR), found, strict=True)) if found else {}
+
+
+HeldOut = Probed | Unlabelled
+
+
+def held_out(plan: Plan) -> HeldOut:
+    """Return the images that the backbone of a run is measured on at its end. No image is kept from the training."""
+    if sets := ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit):
+        return Probed(sets)
+    index = plan.test or plan.index
+    return Unlabelled(index, subset(np.arange(len(index)), MOST_CROPPED), "test" if plan.test else "training")
 
 
 def online(run: RankRun, step: int, starts: int = 1) -> Scores:
@@ -63,7 +154,7 @@ def online(run: RankRun, step: int, starts: int = 1) -> Scores:
         if isinstance(run.method, Classifier):
             return evaluate_classifier(run, run.method)
         e = run.plan.recipe.evaluate
-        return evaluate(run.export(), online_sets(run, step), e, protocols=("knn",), **how(run))
+        return evaluate(run.export(), online_sets(run, step), e, protocols=("knn",), **run.embedding)
 
     return announced(run, attempt(run, step, measure))
 
@@ -96,24 +187,19 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
 def at_start(run: RankRun, step: int) -> None:
     """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores. `step` is
     the one before the first."""
-    guard, images = run.stateful.guard, held_out(run.plan)
+    guard, images = run.guard, held_out(run.plan)
     starts = dist.from_rank_zero(run.folder.starts_in_vain)
 
     def measure() -> Scores:
         give_up_after_deaths(starts)
-        return images.scores(run.export(), run.plan.recipe.evaluate, **how(run))
+        return images.scores(run.export(), run.plan.recipe.evaluate, **run.embedding)
 
     scores = attempt(run, step, measure)
-    guard.scores = scores | compare_with_start(run, step)
+    guard.scores = scores | run.compare_with_start(step)
     run.folder.log_start(guard.scores)
     if run.world.rank == 0:
         texts = [f"{name} {value:.4g}" for name, value in guard.scores.items() if name in SAID]
         log.info("the backbone that the run starts from: %s", ", ".join(texts))
-
-
-def compare_with_start(run: RankRun, step: int) -> Scores:
-    """Return the numbers of the guard of the start, whose images are read as those of evaluations are."""
-    return run.stateful.guard.measure(step, run.export, **how(run))
 
 
 def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
@@ -127,14 +213,14 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
         give_up_after_deaths(starts)
         if isinstance(run.method, Classifier):
             return evaluate_classifier(run, run.method)
-        return images.scores(backbone, run.plan.recipe.evaluate, **how(run))
+        return images.scores(backbone, run.plan.recipe.evaluate, **run.embedding)
 
     if run.world.rank == 0:
         log.info("evaluating %s", "the classifier" if isinstance(run.method, Classifier) else images.about)
     scores = attempt(run, step, measure)
     if scores and not isinstance(run.method, Classifier):
         untrained = attempt(run, step, partial(untrained_scores, run, images))
-        for suffix, others in (UNTRAINED, untrained), (AT_START, run.stateful.guard.scores):
+        for suffix, others in (UNTRAINED, untrained), (AT_START, run.guard.scores):
             scores |= {name + suffix: others[name] for name in COMPARED if name in others}
         found = list(judge(scores, images.count, step))
         run.folder.note_findings(found)
@@ -142,7 +228,21 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
             run.world.show(asdict(finding), run.plan.steps)
     if run.world.rank == 0:
         log_scores(run, images, scores)
+        draw_neighbours(run, images, backbone)
     return announced(run, scores)
+
+
+def draw_neighbours(run: RankRun, images: HeldOut, backbone: Backbone) -> None:
+    """Draw some images of the evaluation at the end of the run, each with those nearest to it. Pictures show channels
+    other than red, green and blue to nobody, so such a run has none."""
+    if run.plan.recipe.data.channels:
+        return
+    with side_work(f"{layout.NEIGHBOURS} was not drawn"):
+        from eagleray.protocols.visual import neighbours  # with matplotlib, which may be missing
+
+        index, samples = images.drawn
+        path, size = run.folder.path / layout.NEIGHBOURS, run.plan.recipe.evaluate.size
+        neighbours.draw_neighbours(backbone, index, subset(samples, DRAWN_FROM), path, size=size, queries=6, k=7)
 
 
 def verdict(run: RankRun, scores: Scores) -> list[str]:
@@ -214,26 +314,21 @@ def untrained_scores(run: RankRun, images: HeldOut) -> Scores:
     path, known = dist.gather_objects(dist.together(read))[0]
     if known:
         return known
-    scores = images.scores(backbone, recipe.evaluate, **how(run))
-    try:
-        if run.world.rank == 0:
+    scores = images.scores(backbone, recipe.evaluate, **run.embedding)
+    if run.world.rank == 0:
+        with side_work(f"{path}: the untrained scores cannot be kept", log.debug):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(scores))
-    except OSError as e:
-        log.debug("%s: the untrained scores cannot be kept: %s", path, e)
     return scores
 
 
 def read_baseline(path: Path) -> Scores:
     """Return the scores in a file; none if there is no such file, or it cannot be read, which the log says."""
-    try:
-        scores = json.loads(path.read_bytes())
-        return {str(name): float(value) for name, value in scores.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as e:
-        log.info("%s: cannot be read, so the untrained backbone is evaluated again: %s", path, one_line(e))
-        return {}
+    scores: Scores = {}
+    if path.exists():
+        with side_work(f"{path}: cannot be read, so the untrained backbone is evaluated again", log.info):
+            scores = {str(name): float(value) for name, value in json.loads(path.read_bytes()).items()}
+    return scores
 
 
 def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
@@ -244,17 +339,12 @@ def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
     return digest(BASELINE_FORMAT, weights, images.digests, e, run.plan.recipe.precision, run.world.device.type)
 
 
-def how(run: RankRun) -> dict[str, Any]:
-    """Return how features are computed: the precision, and as many loader processes as those of the training."""
-    recipe, stream = run.plan.recipe, run.plan.stream
-    workers = processes(recipe.data.workers, run.world.cpus)
-    return {"precision": recipe.precision, "reading": Reading(workers, stream.cache, stream.patience)}
-
-
 def evaluate_classifier(run: RankRun, method: Classifier) -> Scores:
     """Return the classifier's scores on the test set, if there is one."""
     plan = run.plan
     if plan.test is None:
         return {}
+    from eagleray.protocols.classifier import classifier
+
     e, device = plan.recipe.evaluate, next(method.parameters()).device
-    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device, **how(run))
+    return classifier(method, plan.test, size=e.size, resize=e.resize, device=device, **run.embedding)

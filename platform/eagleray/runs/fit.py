@@ -16,9 +16,11 @@ from eagleray.runs.recipe import Recipe, flat
 IMAGENET = 1_281_167  # images that the length of the shipped recipes is meant for
 EPOCHS = (10, 100, 800)  # the fewest, those for as many images as ImageNet, and the most
 STEPS = 16  # least steps of an epoch, so that an epoch is more than a few large batches
+LEAST = 16  # least images of a batch: methods compare the images of a batch, or take means over them
 PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 pixels fits 40 GB
 SMALL = 160  # pixels of images below which a ViT takes smaller patches
 DEFAULTS = config.to_plain(View())
+PUBLIC = "timm:vit_small_patch16_224.dino"  # weights to start from, or to use instead, where there are few images
 READERS = 8  # most lanes of a rank that are worth having
 
 
@@ -55,11 +57,16 @@ def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -
 
 
 def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
-    """Yield the batch, and the values that depend on it. Raises UserError when the images do not fill a batch."""
+    """Yield the batch, and the values that depend on it. Raises UserError when there are too few images."""
+    if images < LEAST * STEPS:
+        raise UserError(
+            f"{images} images are too few to pretrain on; expected at least {LEAST * STEPS}, and some thousands to "
+            f"learn much: use public weights as they are, such as `eagleray embed {PUBLIC} FOLDER`"
+        )
     keys = flat(recipe)
     old = recipe.optim.batch
     each = _power(min(old / ranks, images / STEPS / ranks, PER_GPU))
-    each = max(each, 2 if ranks == 1 else 1)
+    each = max(each, -(-LEAST // ranks))
     batch = each * ranks
     if images < batch:
         raise UserError(f"{images} images do not fill a batch of {ranks} worker(s); expected at least {batch}")
@@ -93,7 +100,7 @@ def too_small(recipe: Recipe, images: int) -> UserError:
         keys = flat(recipe)
         fitting = " ".join(str(v) for v in values if keys[v.key] != v.value)
     except UserError as e:
-        return UserError(f"{given}: {e}")
+        return UserError(f"{given}; {e}")
     return UserError(f"{given}; {fitting} would fit, or `eagleray init --images {images}` writes a recipe that fits")
 
 

@@ -1,14 +1,15 @@
 """Follow a run from outside: read its log and its progress from its folder while it trains."""
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from eagleray.base.console import out, shows_live
+from eagleray.base.console import out, say, shows_live, stop_on_signal
 from eagleray.base.errors import one_line
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import progress_bar
@@ -23,8 +24,11 @@ from eagleray.runs.metrics import (
     LOSS,
     MONITOR_KNN,
 )
+from eagleray.runs.run_store import run_store
+from eagleray.runs.stop_request import StopRequest
 
 SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
+QUIET = 15.0  # seconds after which a line says that a run is still starting; the next ones come ever later
 LINES = 10  # progress lines of a run whose output is not a terminal
 LONG = 600.0  # seconds without a progress line after which a run prints another
 RECENT = 20  # lines of metrics.jsonl whose pace says how long the rest will take
@@ -42,6 +46,7 @@ class FollowRun:
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
         self.failure = ""  # an error in the log that waits: a command that ends with it prints it itself
+        self.silence = QUIET  # seconds without a step after which the next line says that the run is starting
         self.next_step, self.printed = 0, time.monotonic()  # when the next line is due where the output is no terminal
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
@@ -58,6 +63,8 @@ class FollowRun:
     ) -> None:
         self.ended.set()
         self.thread.join()
+        if not error:  # the run was started again, and may have been stopped before it took a step
+            self.failure = self.failure.replace("error: the run failed", "warning: an earlier attempt failed", 1)
         if not error or one_line(error) not in self.failure:
             self._print_failure()
         self.bar.stop()
@@ -67,6 +74,7 @@ class FollowRun:
         last = False
         while not last:
             last = self.ended.wait(0.5)
+            self._say_that_it_starts()
             records = history(parse_lines(self.metrics.lines()))
             if records:  # the run goes on
                 self._print_failure()
@@ -77,6 +85,13 @@ class FollowRun:
                 self.pace.append(record[IMAGES_PER_S])
             for record in records[-1:]:
                 self._show_progress(self.scores | record)
+
+    def _say_that_it_starts(self) -> None:
+        """Print how long the run has been starting, where no bar shows it, until its first line of metrics."""
+        passed = time.monotonic() - self.printed
+        if passed > self.silence and not (self.pace or shows_live(out) or self.ended.is_set()):
+            out.print(f"starting for {passed:.0f} s: processes load PyTorch, then the first batches")
+            self.silence *= 2
 
     def _print(self, line: str) -> None:
         """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
@@ -97,11 +112,11 @@ class FollowRun:
     def _show_progress(self, record: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl on the progress bar, or print it where there is no terminal."""
         step = record["step"]
-        text = f"{progress_text(record)}  ETA {self.seconds_left(step):.0f} s"
-        self.bar.update(self.task, completed=step, rate=text)
+        text, left = progress_text(record), f"ETA {self.seconds_left(step):.0f} s"
+        self.bar.update(self.task, completed=step, rate=f"{left}  {text}")  # a narrow terminal cuts off the end
         due = step >= min(self.next_step, self.steps) or time.monotonic() - self.printed > LONG
         if not shows_live(out) and due:
-            out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}", markup=False)
+            out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}  {left}", markup=False)
             self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()
 
     def seconds_left(self, step: int) -> float:
@@ -109,6 +124,21 @@ class FollowRun:
         shows, too. The time before the first step, of starting and indexing, says nothing about the steps."""
         each = [self.batch / images for images in self.pace if images > 0]
         return (self.steps - step) * sum(each) / max(len(each), 1)
+
+
+@contextlib.contextmanager
+def following(out: str, steps: int, batch: int, command: str, hours: float | None = None) -> Iterator[StopRequest]:
+    """A context that shows the progress of a run of so many steps, of `batch` images each, in which an interrupt asks
+    the run to save and stop, and so does the end of some hours."""
+    run = run_store(out)
+    with (
+        contextlib.closing(StopRequest(out, command)) as stop,
+        FollowRun(run.view, steps, batch),
+        run.following(),
+        stop_on_signal(stop.ask, "stopping after this step"),
+        stop.after(hours, say),
+    ):
+        yield stop
 
 
 def progress_text(record: Mapping[str, Any]) -> str:

@@ -1,32 +1,32 @@
 """Forecast a run before it begins: whether it fits into memory, how fast it is, what limits it and what it costs."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from eagleray.base.errors import UserError
 from eagleray.config.curriculum import PhaseViews
+from eagleray.data.loader_processes import processes
 from eagleray.engine.precision import DTYPES
 from eagleray.models.backbone import Backbone
-from eagleray.runs.accelerators import Accelerator, Rates, reduce_seconds, stated_rates
+from eagleray.runs.accelerators import Accelerator, Rates, agree_seconds, reduce_seconds, stated_rates
 from eagleray.runs.build import build_backbone
-from eagleray.runs.divided import divided, divisible
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.step_trace import StepTrace, trace_step
+from eagleray.runs.step_trace import StepTrace, divided, divisible, trace_step
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # an accelerator's context, libraries' work space and buffers of exchanges
 SPLIT = 1.05  # the allocator takes more by this factor, as freed pieces do not fit
-WORTH = 1.2  # times as fast, below which another way to decode is not worth mentioning
+WAITING = 0.9  # share of the model's speed, below which exchanges limit a step
 HIDDEN = 0.5  # share of a step, its backward pass, behind which gradients are exchanged
-MODEL, INPUT, STORE, EXCHANGE, HOST = "model", "decoding", "store", "exchange of gradients", "host"
+MODEL, EXCHANGE, HOST, INPUT, STORE = "model", "exchange between ranks", "host", "decoding", "store"
+OF_STEP, OF_INPUT = (MODEL, EXCHANGE, HOST), (INPUT, STORE)
 
 
 @dataclass(frozen=True)
-class Target:
+class Devices:
     """The devices that a run is planned for."""
 
     name: str  # the device's name
@@ -40,12 +40,12 @@ class Target:
         return self.name == "cpu"
 
     def rates_in(self, form: str) -> Rates | None:
-        """Return the rates in a number format: a run in fp32 does without TF32 (`engine.numerics`)."""
+        """Return the rates in a number format: a run in fp32 does without TF32 (`engine.precision`)."""
         return stated_rates(self.accelerator, tf32=False) if self.accelerator and form == "fp32" else self.rates
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingSet:
     """The facts about a training set that a plan needs, with the rate at which it can be read."""
 
     images: int
@@ -53,6 +53,14 @@ class Data:
     core_rate: float | None = None  # images/s that one loader process decodes and crops
     scaled_rate: float | None = None  # the same with data.decode=scaled, where that is not set
     store_rate: float | None = None  # B/s that the store gives to the whole run
+    cpus: int | None = None  # CPU cores beside each device
+
+    def loaders(self, recipe: Recipe) -> int | None:
+        """Return how many processes of a rank decode, on a core each, or None where that depends on unknown cores."""
+        asked = recipe.data.workers
+        if self.cpus is None:
+            return None if asked == "auto" else max(asked, 1)
+        return max(min(processes(asked, self.cpus), self.cpus), 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,14 @@ class EarlyPhase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of a run. Rates are of all ranks together."""
+    """The forecast of a run. Rates are sums over all ranks. Printing a forecast shows the text of `eagleray plan`.
+
+    Example:
+
+        forecast = eagleray.plan("mocov3_vits16_in1k_ep300", gpu="h100", gpus=16, input_rate=250)
+        forecast.fits, forecast.images_per_s, forecast.hours
+        print(forecast)
+    """
 
     device: str
     ranks: int
@@ -81,12 +96,17 @@ class Forecast:
     memory_of_device: int  # bytes
     flops_per_image: float  # training on one image, without what is computed twice
     peak_flops: float | None  # FLOP/s of one device in this precision, the base of `mfu`
-    step_seconds: float | None
+    step_seconds: float | None  # a step does not wait for its input
     mfu: float | None  # model FLOP utilisation
     rates: dict[str, float]  # images/s that each part could do alone
     steps: int
     data_bytes: float  # read from the store
     phases: tuple[EarlyPhase, ...] = ()  # the other numbers are those of the last phase, which needs the most
+    # What was asked. These are not among the numbers.
+    recipe: Recipe = field(kw_only=True, compare=False, repr=False)
+    devices: Devices = field(kw_only=True, compare=False, repr=False)
+    data: TrainingSet = field(kw_only=True, compare=False, repr=False)
+    price: float | None = None  # of one device for an hour
 
     @property
     def fits(self) -> bool:
@@ -94,34 +114,65 @@ class Forecast:
 
     @property
     def limit(self) -> str | None:
-        """Return the part that limits the speed."""
-        return min(self.rates, key=lambda part: self.rates[part]) if MODEL in self.rates else None
+        """Return the part that limits the speed. The exchange between ranks comes on top of the model's time, and only
+        limits the speed if it takes a tenth of a step."""
+        if MODEL not in self.rates:
+            return None
+        slowest = min(self.rates, key=lambda part: self.rates[part])
+        small = slowest == EXCHANGE and self.rates[EXCHANGE] > WAITING * self.rates[MODEL]
+        return MODEL if small else slowest
 
     @property
     def images_per_s(self) -> float | None:
-        return self.rates[self.limit] if self.limit else None
+        return min(self.rates.values()) if MODEL in self.rates else None
+
+    @property
+    def step_rate(self) -> float | None:
+        """Return the images/s of steps whose input is there."""
+        return self._slowest(OF_STEP)
+
+    @property
+    def input_rate(self) -> float | None:
+        """Return the images/s that are read, decoded and cropped, as far as that is known."""
+        return self._slowest(OF_INPUT)
+
+    def _slowest(self, parts: tuple[str, ...]) -> float | None:
+        return min((self.rates[part] for part in parts if part in self.rates), default=None)
 
     @property
     def hours(self) -> float | None:
-        """Return the hours of all steps, without evaluations."""
+        """Return the duration of all steps in hours, without evaluations."""
         if not self.images_per_s:
             return None
         early = sum(p.steps / p.images_per_s for p in self.phases if p.images_per_s)
         last = (self.steps - sum(p.steps for p in self.phases)) / self.images_per_s
         return (early + last) * self.batch / 3600
 
-    def json(self, price: float | None = None) -> dict[str, Any]:
-        """Return the forecast as plain values. `price` is that of one device for an hour."""
-        derived: dict[str, Any] = {"fits": self.fits, "limit": self.limit, "images_per_s": self.images_per_s}
-        derived |= {"hours": self.hours, "device_hours": self.hours and self.hours * self.ranks}
-        return asdict(self) | derived | {"cost": self.cost(price)}
+    @property
+    def cost(self) -> float | None:
+        """Return the price of all devices for the whole duration."""
+        return self.hours * self.ranks * self.price if self.hours and self.price else None
 
-    def cost(self, price: float | None) -> float | None:
-        """Return the price of all devices for all hours."""
-        return self.hours * self.ranks * price if self.hours and price else None
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Return the fields of the forecast as plain values, except the recipe, the devices, the data and the price."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.compare and f.name != "price"}
+        return plain | {"phases": [asdict(phase) for phase in self.phases]}
+
+    def json(self) -> dict[str, Any]:
+        """Return the forecast as plain values, with derived numbers such as `hours` and `cost`."""
+        derived: dict[str, Any] = {"fits": self.fits, "limit": self.limit, "images_per_s": self.images_per_s}
+        derived |= {"step_images_per_s": self.step_rate, "input_images_per_s": self.input_rate}
+        derived |= {"hours": self.hours, "device_hours": self.hours and self.hours * self.ranks}
+        return self.numbers | derived | {"cost": self.cost}
+
+    def __str__(self) -> str:
+        from eagleray.runs.forecast_text import report
+
+        return "\n".join(report(self))
 
     def line(self) -> str:
-        """Return the forecast in one line."""
+        """Return a summary of the forecast in one line."""
         place = f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
         text = f"plan: {self.memory_needed / GIB:.1f} of {self.memory_of_device / GIB:.1f} GiB on {place}"
         text += f", {self.flops_per_image / 1e9:.4g} GFLOP per image{' of full size' if self.phases else ''}"
@@ -130,52 +181,49 @@ class Forecast:
         return text
 
 
-def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None = None) -> Forecast:
+def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTrace | None = None) -> Forecast:
     """Forecast a run. Raises UserError when the recipe cannot be built, or not in this precision.
 
     With `optim.micro_batch=auto` the forecast is that of the whole batch or, where that does not fit, of a micro-batch
     that does.
     """
     if recipe.optim.micro_batch == "auto":
-        whole = forecast(replace(recipe, optim=replace(recipe.optim, micro_batch=None)), target, data, trace)
-        if whole.fits or target.is_cpu:
+        whole = forecast(replace(recipe, optim=replace(recipe.optim, micro_batch=None)), devices, data, trace)
+        if whole.fits or devices.is_cpu:
             return whole
-        return next((result for _, result in smaller_batches(recipe, target, data) if result.fits), whole)
-    form = precision_of(recipe, target)
+        return next((result for _, result in smaller_batches(recipe, devices, data) if result.fits), whole)
+    form = precision_of(recipe, devices)
     if trace is None:
-        trace = trace_step(replace(recipe, curriculum=()), ranks=target.ranks, dataset=data.images, dtype=DTYPES[form])
+        last, gpu = replace(recipe, curriculum=()), not devices.is_cpu
+        trace = trace_step(last, ranks=devices.ranks, dataset=data.images, dtype=DTYPES[form], gpu=gpu)
     if recipe.parallel == "fsdp":
-        trace = divided(recipe, trace, target.ranks)
+        trace = divided(recipe, trace, devices.ranks)
     batch, peak = recipe.optim.batch, trace.peak
-    needed = peak if target.is_cpu else round(peak * SPLIT + CONTEXT)
+    needed = peak if devices.is_cpu else round(peak * SPLIT + CONTEXT)
     steps = recipe.optim.epochs * (data.images // batch)
     steps = min(steps, recipe.max_steps or steps)
     rates: dict[str, float] = {}
     seconds = mfu = None
-    if speeds := target.rates_in(form):
-        seconds = speeds.seconds(trace)
-        exchange = reduce_seconds(target.accelerator, target.ranks, trace.gradients) if target.accelerator else 0.0
-        rates[MODEL] = batch / seconds
-        if speeds.dispatch:
-            rates[HOST] = batch / (trace.operations * speeds.dispatch)
-        if target.ranks > 1:
-            rates[EXCHANGE] = batch / (seconds + max(exchange - HIDDEN * seconds, 0.0))
-    if data.core_rate and recipe.data.workers != "auto":  # what suits the CPUs of machines that are not known here
-        rates[INPUT] = data.core_rate * target.ranks * max(recipe.data.workers, 1)
+    if speeds := devices.rates_in(form):
+        rates |= step_rates(trace, speeds, devices, batch)
+        seconds = batch / min(rates.values())
+    loaders = data.loaders(recipe)
+    if data.core_rate and loaders:
+        rates[INPUT] = data.core_rate * devices.ranks * loaders
     if data.store_rate:
         rates[STORE] = data.store_rate / data.image_bytes
-    top = target.accelerator and 1e12 * (target.accelerator.full if form == "fp32" else target.accelerator.half)
+    top = devices.accelerator and 1e12 * (devices.accelerator.full if form == "fp32" else devices.accelerator.half)
     if top and seconds:
         mfu = trace.flops / (batch / min(rates.values()) * top)
     return Forecast(
-        target.name,
-        target.ranks,
+        devices.name,
+        devices.ranks,
         form,
         batch,
         trace.images,
         trace.memory,
         needed,
-        round(target.memory),
+        round(devices.memory),
         trace.flops / trace.images,
         top,
         seconds,
@@ -183,16 +231,34 @@ def forecast(recipe: Recipe, target: Target, data: Data, trace: StepTrace | None
         rates,
         steps,
         recipe.optim.epochs * data.images * data.image_bytes,
-        tuple(early_phases(recipe, target, data, steps)),
+        tuple(early_phases(recipe, devices, data, steps)),
+        recipe=recipe,
+        devices=devices,
+        data=data,
     )
 
 
-def early_phases(recipe: Recipe, target: Target, data: Data, steps: int) -> Iterator[EarlyPhase]:
+def step_rates(trace: StepTrace, speeds: Rates, devices: Devices, batch: int) -> dict[str, float]:
+    """Return the images/s at which the device, the exchanges that it waits for, and the host would take such steps."""
+    ranks, seconds = devices.ranks, speeds.seconds(trace)
+    rates = {MODEL: batch / seconds}
+    if ranks > 1:
+        waited = 0.0
+        if known := devices.accelerator:
+            waited = sum(times * reduce_seconds(known, ranks, size) for size, times in trace.exchanges.items())
+            waited += max(reduce_seconds(known, ranks, trace.gradients) - HIDDEN * seconds, 0.0)
+        rates[EXCHANGE] = batch / (seconds + waited)
+    if speeds.dispatch:
+        rates[HOST] = batch / (trace.operations * speeds.dispatch + agree_seconds(ranks))
+    return rates
+
+
+def early_phases(recipe: Recipe, devices: Devices, data: TrainingSet, steps: int) -> Iterator[EarlyPhase]:
     """Yield the forecasts of the phases with smaller views or fewer patches, of a run of so many steps. Decoding is
     taken to be as slow as for full views."""
     begin = 0
     for phase in recipe.phases[:-1]:
-        result = forecast(in_phase(recipe, phase), target, data)
+        result = forecast(in_phase(recipe, phase), devices, data)
         end = min(phase.until * (data.images // recipe.optim.batch), steps)
         sizes = tuple(view.size for view in phase.views)
         yield EarlyPhase(phase.until, sizes, end - begin, result.flops_per_image, result.images_per_s, phase.keep)
@@ -207,57 +273,58 @@ def in_phase(recipe: Recipe, phase: PhaseViews) -> Recipe:
     return replace(recipe, views=phase.views, backbone=network, curriculum=())
 
 
-def precision_of(recipe: Recipe, target: Target) -> str:
-    """Return the number format of a recipe on a target. Raises UserError when the target does not have it."""
-    half = "bf16" if target.accelerator is None or target.accelerator.bfloat16 else "fp16"
+def precision_of(recipe: Recipe, devices: Devices) -> str:
+    """Return the number format of a recipe on a devices. Raises UserError when the devices does not have it."""
+    half = "bf16" if devices.accelerator is None or devices.accelerator.bfloat16 else "fp16"
     form = recipe.precision
     if form == "auto":
-        return "fp32" if target.is_cpu else half
+        return "fp32" if devices.is_cpu else half
     if form == "bf16" and half != "bf16":
-        raise UserError(f"precision=bf16: {target.name} has no bfloat16; expected auto, fp16 or fp32")
-    if form == "fp16" and target.is_cpu:
+        raise UserError(f"precision=bf16: {devices.name} has no bfloat16; expected auto, fp16 or fp32")
+    if form == "fp16" and devices.is_cpu:
         raise UserError("precision=fp16: a CPU trains in fp32 or bf16; expected one of these or auto")
     return form
 
 
-def target_of(name: str, device: Accelerator, ranks: int) -> Target:
-    """Return the target of so many accelerators of a kind, at the speed that is stated for them."""
-    return Target(name, ranks, stated_rates(device), device.memory * GIB, device)
+def devices_of(name: str, device: Accelerator, ranks: int) -> Devices:
+    """Return the devices of so many accelerators of a kind, at the speed that is stated for them."""
+    return Devices(name, ranks, stated_rates(device), device.memory * GIB, device)
 
 
-def remedies(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[dict[str, Any], Forecast]]:
+def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
     """Yield changes of keys with which a run that does not fit would fit, each with its forecast."""
+    recipe, devices, data = found.recipe, found.devices, found.data
 
     def attempt(changed: Recipe) -> Forecast | None:
-        result = forecast(changed, target, data)
+        result = forecast(changed, devices, data)
         return result if result.fits else None
 
     o = recipe.optim
     if not o.checkpointing and (result := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
         yield {"optim.checkpointing": "true"}, result
-    if target.ranks > 1 and divisible(recipe) and (result := attempt(replace(recipe, parallel="fsdp"))):
+    if devices.ranks > 1 and divisible(recipe) and (result := attempt(replace(recipe, parallel="fsdp"))):
         yield {"parallel": "fsdp"}, result
-    for size, result in smaller_batches(recipe, target, data) if o.micro_batch != "auto" else ():
+    for size, result in smaller_batches(recipe, devices, data) if o.micro_batch != "auto" else ():
         if result.fits:
             yield {"optim.micro_batch": size}, result
             break
-    for ranks in (2 * target.ranks, 4 * target.ranks):
-        wider = replace(target, ranks=ranks)
+    for ranks in (2 * devices.ranks, 4 * devices.ranks):
+        wider = replace(devices, ranks=ranks)
         if ranks <= o.batch and (result := forecast(recipe, wider, data)).fits:
             yield {"workers": ranks}, result
             break
 
 
-def smaller_batches(recipe: Recipe, target: Target, data: Data) -> Iterator[tuple[int, Forecast]]:
+def smaller_batches(recipe: Recipe, devices: Devices, data: TrainingSet) -> Iterator[tuple[int, Forecast]]:
     """Yield smaller micro-batches, each with its forecast; none for a backbone whose batch norm needs the whole
     batch."""
     if _meta_backbone(recipe).batch_norm:
         return
     o = recipe.optim
-    size = min(o.micro_batch if isinstance(o.micro_batch, int) else o.batch, -(-o.batch // target.ranks))
+    size = min(o.micro_batch if isinstance(o.micro_batch, int) else o.batch, -(-o.batch // devices.ranks))
     for smaller in (size // 4, size // 16, size // 64):
         if smaller:
-            yield smaller, forecast(replace(recipe, optim=replace(o, micro_batch=smaller)), target, data)
+            yield smaller, forecast(replace(recipe, optim=replace(o, micro_batch=smaller)), devices, data)
 
 
 def _meta_backbone(recipe: Recipe) -> Backbone:
@@ -265,41 +332,16 @@ def _meta_backbone(recipe: Recipe) -> Backbone:
         return build_backbone(replace(recipe, optim=replace(recipe.optim, micro_batch=None)))
 
 
-def refusal(recipe: Recipe, result: Forecast, target: Target, data: Data) -> UserError:
+def refusal(found: Forecast) -> UserError:
     """Return the error for a run that does not fit, with the keys that would make it fit."""
-    need, have = result.memory_needed / GIB, result.memory_of_device / GIB
+    need, have = found.memory_needed / GIB, found.memory_of_device / GIB
     cures = [" ".join(f"{k}={v}" for k, v in keys.items()) + f" ({f.memory_needed / GIB:.1f} GiB)"
-             for keys, f in remedies(recipe, target, data)]  # fmt: skip
+             for keys, f in remedies(found)]  # fmt: skip
     cure = f"; {' or '.join(cures)} would fit" if cures else "; it needs a device with more memory, or a smaller model"
     return UserError(
-        f"{recipe.backbone.name}: a step of {result.images_per_rank} images needs {need:.1f} GiB on each "
-        f"{target.name}, "
-        f"which has {have:.1f} GiB{cure}"
+        f"{found.recipe.backbone.name}: a step of {found.images_per_rank} images needs {need:.1f} GiB on each "
+        f"{found.device}, which has {have:.1f} GiB{cure}"
     )
-
-
-def advice(recipe: Recipe, result: Forecast, data: Data) -> Iterator[str]:
-    """Yield what to change about a run that fits, each as a sentence that names the key."""
-    model, used = result.rates.get(MODEL), result.memory_needed / result.memory_of_device
-    if model and result.limit == INPUT and data.core_rate:
-        workers = math.ceil(model / data.core_rate / result.ranks)
-        if (data.scaled_rate or 0) > WORTH * data.core_rate:
-            times = (data.scaled_rate or 0) / data.core_rate
-            yield f"data.decode=scaled: these images, which are large, would be decoded {times:.1f} times as fast"
-        yield f"data.workers={workers}: as many loader processes on each rank would keep up with the model"
-    if result.limit == STORE:
-        yield f"data.cache=FOLDER: the store gives less than the {model or 0:.0f} images/s that the model takes"
-    if result.limit == EXCHANGE:
-        yield f"workers={max(result.ranks // 2, 1)}: gradients are exchanged for longer than the backward pass lasts"
-    if result.limit == HOST:
-        yield f"workers={max(result.ranks // 2, 1)}: the host dispatches operations more slowly than they are done"
-    o = recipe.optim
-    parts = isinstance(o.micro_batch, int)
-    if (parts or o.checkpointing) and used < 0.5:
-        keys = ["optim.micro_batch=null"] * parts + ["optim.checkpointing=false"] * o.checkpointing
-        yield f"{' '.join(keys)}: memory is there to compute nothing twice"
-    if recipe.precision == "fp32" and result.peak_flops:
-        yield "precision=auto: half precision is several times as fast"
 
 
 def duration(hours: float) -> str:
@@ -307,33 +349,3 @@ def duration(hours: float) -> str:
     return (
         f"{60 * hours:.0f} minutes" if hours < 1 else f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
     )
-
-
-def report(recipe: Recipe, result: Forecast, data: Data, price: float | None = None) -> Iterator[str]:
-    """Yield the lines that `eagleray plan` prints."""
-    place = f"{result.ranks} x {result.device}" if result.ranks > 1 else result.device
-    yield f"{recipe.method.name} on {recipe.backbone.name}, {place}, {result.precision}"
-    parts = ", ".join(f"{k} {n / GIB:.2f}" for k, n in sorted(result.memory.items(), key=lambda kn: -kn[1]))
-    need, have = result.memory_needed / GIB, result.memory_of_device / GIB
-    yield f"memory    {need:.1f} of {have:.1f} GiB on each device: {parts}"
-    gflop = result.flops_per_image / 1e9
-    yield f"work      {gflop:.4g} GFLOP per image, {result.images_per_rank} images on each device"
-    for phase in result.phases:
-        rate = f", {phase.images_per_s:.0f} images/s" if phase.images_per_s else ""
-        sizes = ", ".join(map(str, phase.sizes)) + (f", {phase.keep:.0%} of patches" if phase.keep < 1 else "")
-        yield f"          before epoch {phase.until}, views of {sizes}: {phase.flops_per_image / 1e9:.4g} GFLOP{rate}"
-    if result.step_seconds is not None and result.images_per_s:
-        mfu = f", {result.mfu:.0%} of the device's peak" if result.mfu else ""
-        yield f"speed     {result.images_per_s:.0f} images/s{mfu}; a step takes {1000 * result.step_seconds:.4g} ms"
-        ways = ", ".join(f"{part} {rate:.0f}" for part, rate in sorted(result.rates.items(), key=lambda pr: pr[1]))
-        yield f"limit     {result.limit}; images/s of each part alone: {ways}"
-    terabytes = result.data_bytes / 1e12
-    yield f"data      {data.images} images, {result.steps} steps of {result.batch}, {terabytes:.3g} TB read"
-    if result.images_per_s:
-        yield f"          {result.images_per_s * data.image_bytes / 1e6:.0f} MB/s from the store"
-    if result.hours:
-        cost, money = result.cost(price), ""
-        if cost:
-            money = f", {cost:,.0f} at {price:g} an hour"
-        yield f"duration  {duration(result.hours)}, {result.hours * result.ranks:,.0f} device-hours{money}"
-    yield from (f"advice    {line}" for line in advice(recipe, result, data))

@@ -1,21 +1,30 @@
 """Detect from a run's metrics what goes wrong: collapse, uniform output, instability, frozen weights, wrong images.
 
-docs/health.md gives the reason for each threshold.
+Spikes of the gradient norm, and the layers in which they begin, follow figure 4 of Chen, Xie and He 2021,
+arXiv:2104.02057. docs/health.md gives the reason for each threshold.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from eagleray.runs.metrics import LOSS_SCALE, MONITOR_KNN
-from eagleray.runs.spikes import Spikes
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleray.runs.metrics import LOSS_SCALE, MONITOR_KNN, START_CKA
 
 LOOKS = 3  # what may pass is a problem after this many measurements in a row
 LATE = 6  # features that were never spread have collapsed after this many in a row
 SETTLED = 0.2  # below this share of the highest learning rate, nothing may have been learnt yet, or nothing more is
 GRACE = 2  # measurements at the start at which features may still be as the random weights made them
+HISTORY = 100  # steps that a layer's usual norm is the median of
+WARM = 30  # steps before anything is called a spike
+FACTOR = 20.0  # times the median; and SIGMAS of the noise of log norms, whichever is more
+SIGMAS = 8.0
+TINY = 1e-30  # instead of a norm of zero
+SPREAD = 50  # steps within which other layers follow a spike, or it is over
 
 FAILED_EVALUATION = "failed evaluation"
 LOST_START = "start lost"
@@ -47,11 +56,92 @@ KINDS = {
     "spike": "a lower optim.lr.value, a longer warm-up, or backbone.freeze_patch",
     "kNN dip": "the same as for a spike",
     LOST_START: "a lower optim.lr.value, a longer warm-up, optim.layer_decay or start.freeze",
-    BELOW: "the views, which may hide what tells the images apart: docs/sick.md; optim.lr; more epochs",
-    EQUAL: "optim.epochs, optim.lr and the views: docs/sick.md; with more held-out images chance is less",
+    BELOW: "the views, which may hide what tells the images apart; optim.lr; more epochs",
+    EQUAL: "optim.epochs, optim.lr and the views; with more held-out images chance is less",
     BELOW_START: "a lower optim.lr.value, start.freeze, or start.stop_below",
     FAILED_EVALUATION: "the traceback in train.log; a smaller evaluate.limit or evaluate.size needs less memory",
 }
+
+
+AT_ONCE = {"inputs", "same views", "too large steps"}
+REPEATED = {"non-finite", "kNN dip"}
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A stretch of steps with gradient norms far above their median."""
+
+    step: int  # the first
+    layers: tuple[tuple[str, int, float], ...]  # name, steps after the first, largest factor of its median
+    lasted: int | None  # steps until all layers were below twice their medians; None: not within SPREAD
+
+    @property
+    def first(self) -> str:
+        """Return the layer in which the spike began."""
+        return self.layers[0][0]
+
+    def __str__(self) -> str:
+        worst = max(factor for _, _, factor in self.layers)
+        text = f"gradients {worst:.0f} times their median, first in {self.first}"
+        later = [f"{name} {after} steps later" for name, after, _ in self.layers if after][-1:]
+        text += f", {later[0]}" if later else ", in all layers at once" if len(self.layers) > 1 else ""
+        return text + (
+            f"; over after {self.lasted} steps" if self.lasted is not None else f"; not over in {SPREAD} steps"
+        )
+
+
+class Spikes:
+    """Reads the norms of every step, and returns each spike once it is over or has lasted SPREAD steps."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = list(layers)
+        self.usual = np.zeros((0, len(layers)))  # the last HISTORY steps without a spike
+        self.hit: dict[int, tuple[int, float]] = {}  # layers that jumped: the step and the largest factor since
+
+    def state_dict(self) -> dict[str, Any]:
+        hit = [[layer, *reached] for layer, reached in self.hit.items()]
+        return {"usual": self.usual.tolist(), "hit": hit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.usual = np.array(state["usual"], np.float64).reshape(-1, len(self.layers))
+        self.hit = {int(layer): (int(step), float(largest)) for layer, step, largest in state["hit"]}
+
+    def add(self, step: int, norms: Sequence[float]) -> Spike | None:
+        """Add the norms (L layers,) of one step, and return the spike that ends with it, if any. Norms that are not
+        finite are left out: they belong to a skipped step."""
+        now = np.asarray(norms)
+        if not np.isfinite(now).all():
+            return None
+        if len(self.usual) < WARM:
+            self.usual = np.vstack([self.usual, now])
+            return None
+        middle = np.maximum(np.median(self.usual, 0), TINY)
+        factor = now / middle
+        for i in np.flatnonzero(factor > threshold(self.usual, middle)).tolist():
+            at, largest = self.hit.get(i, (step, 0.0))
+            self.hit[i] = at, max(largest, float(factor[i]))
+        calm = bool((factor < 2).all())
+        if not self.hit:
+            self.usual = np.vstack([self.usual, now])[-HISTORY:]  # what is in a spike is not usual
+            return None
+        began = min(at for at, _ in self.hit.values())
+        return self._over(step - began, calm=calm) if calm or step - began >= SPREAD else None
+
+    def _over(self, lasted: int, *, calm: bool) -> Spike:
+        order = sorted(self.hit.items(), key=lambda item: item[1][0])
+        began = order[0][1][0]
+        found = tuple((self.layers[i], at - began, factor) for i, (at, factor) in order)
+        self.hit = {}
+        if not calm:
+            self.usual = self.usual[:0]  # this is how it is now
+        return Spike(began, found, lasted if calm else None)
+
+
+def threshold(usual: NDArray[np.float64], middle: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return factors (L,) of the median above which a norm is a spike and not noise: SIGMAS robust deviations of the
+    logs of the norms so far (n, L), and at least FACTOR."""
+    noise = 1.4826 * np.median(np.abs(np.log(np.maximum(usual, TINY) / middle)), 0)
+    return np.maximum(FACTOR, np.exp(np.minimum(SIGMAS * noise, 50.0)))
 
 
 class Health:
@@ -120,10 +210,6 @@ class Health:
         return None
 
 
-AT_ONCE = {"inputs", "same views", "too large steps"}
-REPEATED = {"non-finite", "kNN dip"}
-
-
 def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the problems that one measurement shows, each as kind and text."""
     found = []
@@ -166,3 +252,54 @@ def words(findings: Sequence[Mapping[str, Any]]) -> str:
         for kind, steps in kinds.items()
     ]
     return ", ".join(parts)
+
+
+class Checked(NamedTuple):
+    """Names of findings with how often they were looked for, and names of others with the reason why they were not."""
+
+    done: list[str]
+    missing: list[str]
+
+
+def checked(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    lr: float,
+    frozen: float = 0.0,
+    first: int = 0,
+    labelled: bool = True,
+    started: bool = False,
+) -> Checked:
+    """Return what the lines of metrics.jsonl allowed to check. `lr` and `frozen` are as for `Health`; `first` is the
+    step that the run began with, and `started` says that it took over what is watched."""
+    health = Health(Spikes([]), lr, frozen)
+    for record in records:
+        health.look(record)
+    keys = {key for record in records for key in record}
+    steps = int(records[-1]["step"]) if records else 0
+    out = Checked([], [])
+
+    def note(names: Sequence[str], times: int, least: int, what: str) -> None:
+        words = ", ".join(names)
+        if times >= least:
+            out.done.append(f"{words} ({times:,} {what}{'s' * (times != 1)})")
+        else:
+            out.missing.append(f"{words} ({times} of the {least} {what}{'s' * (least != 1)} that it takes)")
+
+    note(["inputs", *["same views"] * ("health/same_views" in keys), "too large steps"], health.looks, 1, "measurement")
+    note(["non-finite"], steps, 1, "step")
+    note(["spike"], max(steps - first - WARM, 0), 1, "step")
+    in_a_row = ["uniform output"] * bool(keys & {"entropy", "gain"}) + ["frozen encoder"]
+    in_a_row += ["no momentum"] * ("health/ema_distance" in keys)
+    late = LOOKS if health.spread or not health.looks else LATE
+    groups = [(["collapse", *in_a_row], LOOKS)] if late == LOOKS else [(["collapse"], LATE), (in_a_row, LOOKS)]
+    for names, least in groups:
+        note(names, health.settled, least, "measurement")
+    if labelled:
+        looks = sum(MONITOR_KNN in record for record in records)
+        note(["kNN dip"], looks, DIP + 1, "measurement")
+    else:
+        out.missing.append("kNN dip (no labels)")
+    if started:
+        note(["start lost"], sum(START_CKA in record for record in records), 1, "measurement")
+    return out

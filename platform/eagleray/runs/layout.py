@@ -1,4 +1,4 @@
-"""Name the files of a run folder, each name once."""
+"""Name the files in the folder of a run and in that of a sweep, each name once."""
 
 RECIPE = "recipe.yaml"  # the resolved recipe
 ENVIRONMENT = "environment.json"  # packages, machine and command
@@ -9,6 +9,7 @@ METRICS = "metrics.jsonl"  # a line every `log_steps` steps
 STEPS = "steps.jsonl"  # a line for each step: its loss and its gradient norm
 HEALTH = "health.jsonl"  # a line for each finding
 HEALTH_PLOT = "health.png"
+NEIGHBOURS = "neighbours.png"  # some images at the end of the run, each with those nearest to it
 STARTS = "starts.jsonl"  # a line for each start, each last step and each orderly end
 QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
 SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
@@ -36,3 +37,12 @@ FAILED = ".failed"  # why a trial is over
 COMMAND = ".command"  # the command that holds the run: a lock, or in a bucket the prefix of its claims
 OWNER = ".owner"  # the rank that writes the run, in the same way
 PLACEMENT = ".placement"  # what the workers of a trial hold on the cluster
+# Files in the folder of a sweep.
+SWEEP = "sweep.yaml"  # the sweep with which the folder was begun
+SWEEP_ROWS = "trials.jsonl"  # a row for each trial
+SWEEP_REPORTS = "reports.jsonl"  # values of the objective
+SWEEP_TABLE = "trials.csv"
+SWEEP_BEST = "best.yaml"  # the recipe of the best trial
+SWEEP_COMPARISON = "alternatives.csv"  # each alternative at its best
+SWEEP_PLOTS = ("alternatives.png", "keys.png", "parallel.png", "curves.png")
+SWEEP_FILES = (SWEEP, SWEEP_ROWS, SWEEP_REPORTS, SWEEP_TABLE, SWEEP_BEST, SWEEP_COMPARISON, *SWEEP_PLOTS)

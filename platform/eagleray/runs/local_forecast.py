@@ -1,49 +1,141 @@
-"""Forecast a run on the devices of this machine before it begins, and stop one that cannot fit."""
+"""Forecast a run on a named accelerator or on this machine, whose speed is measured, and refuse one that cannot fit."""
 
+import io
+import itertools
 import json
+import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from eagleray.base import devices
+from eagleray.base.allocator import keep_freed_memory
+from eagleray.base.devices import one_thread
 from eagleray.base.errors import UserError
-from eagleray.runs import accelerators, layout
-from eagleray.runs.build import build_method
-from eagleray.runs.forecast import GIB, Data, Target, forecast, refusal
+from eagleray.config.channels import Channel, planes
+from eagleray.data.decode_crops import decode_boxes
+from eagleray.data.packed import Packer, packs
+from eagleray.data.reader import pixel_buffer
+from eagleray.engine.precision import Precision
+from eagleray.models.token_linear import on_device
+from eagleray.runs import accelerators, fit, layout
+from eagleray.runs.accelerators import Rates
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.checks import check_method, make_plan
+from eagleray.runs.forecast import GIB, Devices, Forecast, TrainingSet, devices_of, forecast, refusal
 from eagleray.runs.plan import Plan
-from eagleray.runs.recipe import Recipe, identity, span
+from eagleray.runs.recipe import Recipe, identity
 from eagleray.runs.run_store import run_store
+from eagleray.runs.sources import resolve_paths
+from eagleray.runs.step_log import read_forecast
+from eagleray.runs.step_trace import StepTrace, made_up, steps, trace_images
+from eagleray.views import sampling
+from eagleray.views.crop import crop
+from eagleray.views.sampling import Views
 
 SMALL = 0.01  # share of a CPU's memory below which a run's weights and images certainly fit
 STATE = 4  # times the weights that a run holds, with gradients and two moments
+FILES = 16  # images that are decoded to measure the input
+IMAGES = 4  # images of the measured step
+LEAST = 1.0  # seconds in which steps are measured, two of them at least, after one to warm up; the fastest counts
+SECONDS = 0.4  # images are decoded for this long
+IMAGE_BYTES = 115_000  # the mean of ImageNet-1k: 147 GB for 1.28 M images
 
 
-def local_target(recipe: Recipe) -> Target | None:
-    """Return the devices of this machine as a target, or None where the workers are elsewhere or the devices do not say
-    how much memory they have."""
-    ranks = max(span(recipe.workers)[1], 1)
-    device = devices.current()
+def plan_run(
+    recipe: Recipe,
+    *,
+    gpu: str | None,
+    images: int | None,
+    cpus: int | None,
+    input_rate: float | None,
+    store_rate: float | None,
+) -> Forecast:
+    """Return the forecast of a recipe; the other arguments are those of `eagleray.plan`. Raises UserError, also for a
+    run that does not fit."""
+    accelerator = accelerators.find(gpu) if gpu else None
+    check_method(recipe)
+    known, files = _data(recipe, images)
+    rate = input_rate or loader_rate(recipe, files, gpu=bool(accelerator))
+    more = files and not (recipe.data.decode == "scaled" or input_rate or recipe.data.channels)
+    scaled_rate = loader_rate(recipe, files, gpu=bool(accelerator), scaled=True) if more else None
+    store = store_rate and 1e6 * store_rate
+    data = replace(known, core_rate=rate, scaled_rate=scaled_rate, store_rate=store, cpus=cpus)
+    target = devices_of(gpu or "", accelerator, recipe.ranks[1]) if accelerator else _here(recipe)
+    result = forecast(recipe, target, data)
+    if not result.fits:
+        raise refusal(result)
+    return result
+
+
+def _here(recipe: Recipe) -> Devices:
+    """Return the devices of this machine. The speed of a CPU, and of a device that the table lacks, is measured."""
+    target = local_devices(recipe)
+    if target is None:
+        raise UserError("--gpu: expected a name, as this machine's device does not say how much memory it has")
+    if target.rates:
+        return target
+    device = devices.CPU if target.is_cpu else devices.current()
+    return replace(target, rates=calibrated(accelerators.cpu_rates(), recipe, device))
+
+
+def _data(recipe: Recipe, images: int | None) -> tuple[TrainingSet, list[bytes]]:
+    """Return the training set, and some of its files where it is given. Raises UserError."""
+    if recipe.data.train:
+        opened = make_plan(resolve_paths(recipe), note=_say)
+        samples = opened.stream.samples(range(opened.stream.lanes), start=0)
+        return data_of(opened), [bytes(data) for _, data in itertools.islice(samples, FILES)]
+    if not images:
+        raise UserError("--images: expected the number of images, as neither data.train nor the recipe's name tells it")
+    if images < recipe.optim.batch:
+        raise UserError(f"--images {images}: fewer than one batch of optim.batch={recipe.optim.batch}")
+    return TrainingSet(images, IMAGE_BYTES), []
+
+
+def _say(line: str) -> None:
+    from eagleray.base.console import say  # it imports rich, which a machine that only times steps does without
+
+    say(line)
+
+
+def check_named(recipe: Recipe, images: int | None, gpu: str, *, insist: bool) -> None:
+    """Print the plan of a recipe on its workers with this kind of GPU, in one line. Raises UserError for an unknown
+    GPU, and for a run that cannot fit unless the user `insist`s."""
+    data = TrainingSet(images or fit.IMAGENET, IMAGE_BYTES)  # the data may be out of reach from here
+    result = forecast(recipe, devices_of(gpu, accelerators.find(gpu), recipe.ranks[1]), data)
+    _say(result.line())
+    if not result.fits and not insist:
+        raise UserError(f"{refusal(result)}; --insist sends the run all the same")
+
+
+def local_devices(recipe: Recipe) -> Devices | None:
+    """Return the devices of this machine, or None where the workers are elsewhere or the devices do not say how much
+    memory they have."""
+    ranks, device = recipe.ranks[1], devices.current()
     if recipe.gpus is False or not devices.is_accelerator(device):
-        if recipe.gpus or (recipe.workers and os.environ.get("RAY_ADDRESS")):
+        if recipe.gpus or recipe.is_elsewhere:
             return None  # the workers are on other machines
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-        return Target("cpu", ranks, None, memory / ranks) if memory else None
+        return Devices("cpu", ranks, None, memory / ranks) if memory else None
     size = devices.memory_size(device)
     if size is None:
         return None
     name = devices.name(device)
     known = accelerators.recognise(name, size / GIB)
     rates = accelerators.stated_rates(known) if known else None
-    return Target(name, ranks, rates, size, known)
+    return Devices(name, ranks, rates, size, known)
 
 
-def data_of(plan: Plan) -> Data:
+def data_of(plan: Plan) -> TrainingSet:
     """Return what a forecast must know about the opened data of a run."""
-    index = plan.index
-    return Data(plan.stream.samples_per_epoch, float(sum(b.size or 0 for b in index.shards)) / max(len(index), 1))
+    index, samples = plan.index, plan.stream.samples_per_epoch
+    return TrainingSet(samples, float(sum(b.size or 0 for b in index.shards)) / max(len(index), 1))
 
 
 def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -> None:
@@ -52,7 +144,7 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
     Raises UserError when the run cannot fit on this machine's accelerator, unless the user `insist`s. On a CPU that is
     a warning, and a run that is small beside the machine's memory is not traced, which would take longer than it says.
     """
-    recipe, target = plan.recipe, local_target(plan.recipe)
+    recipe, target = plan.recipe, local_devices(plan.recipe)
     if target is None or (target.is_cpu and _small(plan, target)):
         return
     key = _key(recipe, target)
@@ -60,19 +152,18 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
     if stored.get("key") == key:
         say(stored["line"])
         return
-    data = data_of(plan)
-    result = forecast(recipe, target, data)
+    result = forecast(recipe, target, data_of(plan))
     say(result.line())
     if not result.fits and not insist:
-        error = refusal(recipe, result, target, data)
+        error = refusal(result)
         if not target.is_cpu:
             raise UserError(f"{error}; --insist begins the run all the same")
         say(f"warning: {error}")
-    note = asdict(result) | {"images_per_s": result.images_per_s, "line": result.line(), "key": key}
+    note = result.numbers | {"images_per_s": result.images_per_s, "line": result.line(), "key": key}
     run_store(recipe.out).put(layout.FORECAST, json.dumps(note, indent=1))
 
 
-def _small(plan: Plan, target: Target) -> bool:
+def _small(plan: Plan, target: Devices) -> bool:
     """Return whether a run's weights, moments and images are far below the memory of a CPU."""
     views = sum(3 * v.size**2 * v.count for v in plan.recipe.views) * plan.recipe.optim.batch
     with torch.device("meta"):
@@ -80,7 +171,7 @@ def _small(plan: Plan, target: Target) -> bool:
     return 4 * (views + STATE * weights) < SMALL * target.memory * target.ranks
 
 
-def _key(recipe: Recipe, target: Target) -> dict[str, Any]:
+def _key(recipe: Recipe, target: Devices) -> dict[str, Any]:
     """Return what a forecast depends on, as plain values."""
     o = recipe.optim
     said = json.loads(json.dumps(identity(recipe), default=str))
@@ -88,13 +179,94 @@ def _key(recipe: Recipe, target: Target) -> dict[str, Any]:
             "micro_batch": o.micro_batch, "checkpointing": o.checkpointing, "parallel": recipe.parallel}  # fmt: skip
 
 
-def read_forecast(out: str) -> dict[str, Any]:
-    """Return the stored forecast of a run as plain values; empty where there is none."""
-    return dict(json.loads(run_store(out).get(layout.FORECAST) or "{}"))
+def calibrated(
+    rates: Rates,
+    recipe: Recipe,
+    device: torch.device,
+    images: int = IMAGES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rates:
+    """Return rates with which two short steps of the recipe take as long as they do on this machine's device.
+
+    One has few `images`, the other a quarter of them, or both as many as the method normalises together, in the
+    micro-batches of the recipe and with no activations computed twice. The two tell the time that each operation takes
+    from that of its work. Raises UserError as `build_method` does.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()  # training does the same
+    parts = None if recipe.optim.micro_batch == "auto" else recipe.optim.micro_batch
+    plain = replace(recipe, optim=replace(recipe.optim, micro_batch=parts, checkpointing=False))
+    group = build_method(plain).norm_group or 2
+    few, many = max(images // 4, group), max(images, group)
+    long = _measured(plain, many, device, clock)
+    short = long if few == many else _measured(plain, few, device, clock)
+    return rates.fitted(*short, *long)
 
 
-def utilisation(stored: dict[str, Any], images_per_s: float, ranks: int, epoch: float) -> float | None:
-    """Return the model FLOP utilisation of a run in an epoch, or None where its device's peak is not known."""
-    peak = stored.get("peak_flops")
-    phase = next((phase for phase in stored.get("phases", ()) if epoch < phase["until"]), stored)
-    return images_per_s * phase["flops_per_image"] / (ranks * peak) if peak else None
+def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable[[], float]) -> tuple[StepTrace, float]:
+    """Return what a step of so many images does, and the seconds that it takes on the device."""
+    precision = Precision.of(recipe.precision, device)
+    method = build_method(recipe)
+    method.allocate(images)
+    on_device(method, device)
+    optimizer = build_optimizer(recipe, method)
+    batch, times = made_up(recipe, images, device=device), []
+    began = clock()
+    for _ in steps(recipe, method, optimizer, itertools.repeat(batch), precision):
+        devices.synchronize(device)
+        times.append(clock() - began)
+        if len(times) > 2 and sum(times[1:]) > LEAST:
+            break
+        began = clock()
+    gpu = devices.is_accelerator(device)
+    return trace_images(recipe, images, ranks=1, dataset=images, dtype=precision.dtype, gpu=gpu), min(times[1:])
+
+
+def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True, scaled: bool = False) -> float:
+    """Return how many images a second one loader process prepares for a recipe whose data has these files, and that
+    trains on a GPU or on this process's device. `scaled` stands for data.decode=scaled. Raises UserError."""
+    channels, views = recipe.data.channels if files else (), Views.of(recipe.views)
+    packed = packs(recipe.data.crops, views.views, torch.device("cuda") if gpu else devices.current())
+    scaled |= recipe.data.decode == "scaled"
+    return decoding_rate(views, files, scaled=scaled, channels=channels, packed=packed)
+
+
+def decoding_rate(
+    views: Views,
+    files: Sequence[bytes] = (),
+    seconds: float = SECONDS,
+    *,
+    scaled: bool = False,
+    channels: Sequence[Channel] = (),
+    packed: bool = False,
+) -> float:
+    """Return how many images a second one core of this machine decodes, and crops into the views or packs.
+
+    `files` are image files, of these `channels`; without any, one of ImageNet's usual size is made. `scaled` and
+    `packed` are as in a Stream.
+    """
+    files = files or [photograph()]
+    out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
+    packer, images = Packer(views, planes(channels)), 0
+    with one_thread():
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
+            image, boxes = decode_boxes(files[images % len(files)], views, u, scaled=scaled, channels=channels)
+            if packed:
+                packer.begin(views, 1)
+                packer.add(image, boxes)
+                packer.end(pixel_buffer)
+            else:
+                crop(image, boxes, views.views, out)
+            images += 1
+        return images / (time.perf_counter() - began)
+
+
+def photograph(width: int = 500, height: int = 375) -> bytes:
+    """Return a JPEG file of a made-up picture with about as many bytes as ImageNet's have."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (math.ceil(height / 4), math.ceil(width / 4), 3), dtype=np.uint8))
+    file = io.BytesIO()
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
+    return file.getvalue()

@@ -1,19 +1,32 @@
-"""Turn the exhaustion of a device's memory into one line that names the keys which help."""
+"""Fit the steps of a run into a device's memory, and say which keys help where it is exhausted.
+
+The largest micro-batch is found by trials before training. Two trial steps in small micro-batches show what a step
+takes beside the backbone's activations, and two trials of the backbone alone what each image adds. The steps alone do
+not show that: while micro-batches are small, heads and loss may take more than the backbone.
+"""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
-from eagleray.base import devices
+from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress
+from eagleray.data.batch import Batch, whole_boxes
 from eagleray.data.loader import rows
+from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
-from eagleray.runs.divided import divisible
+from eagleray.models.backbone import Backbone
 from eagleray.runs.recipe import Recipe
+from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
+SIZES = (4, 12)  # images of the trials
+SHARE = 0.9  # a step may take this share of the free memory; the rest is for fragments and libraries
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # floats per weight; other optimisers have theirs at once
 
 
 @contextmanager
@@ -37,6 +50,8 @@ def explain_exhaustion(recipe: Recipe, method: Method, ranks: int, *, evaluating
 def advice(recipe: Recipe, method: Method, images: int, ranks: int = 1) -> list[str]:
     """Return the changes to a recipe that lower the memory of a step with so many images on each of the ranks, those
     that cost least time first."""
+    from eagleray.runs.step_trace import divisible
+
     out, size = [], min(method.export().micro_batch or images, images)
     if not recipe.optim.checkpointing:
         out.append("optim.checkpointing=true")
@@ -54,3 +69,166 @@ def _size(device: torch.device) -> str:
     """Return the size of a device's memory as a text in brackets; empty where the device does not say it."""
     size = devices.memory_size(device)
     return f" ({size / 2**30:.1f} GiB)" if size else ""
+
+
+def choose_micro_batch(
+    recipe: Recipe,
+    method: Method,
+    precision: Precision,
+    at: Progress,
+    rows: tuple[int, ...],
+    model: nn.Module | None = None,
+    allocated: int = 0,
+) -> int | None:
+    """Return the images that pass through the backbone at once, the same on all ranks; None: all of them.
+
+    `rows` has the number of images of every rank, and `model` is what a step calls where that is more than the method.
+    `allocated` is the bytes of the optimiser's moments that are there already, as after a checkpoint was read. Weights,
+    buffers and random numbers are as before. Called by all ranks together.
+    """
+    device = next(method.parameters()).device
+    if why := unmeasured(method, device):
+        log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
+        return None
+    batch = blank_batch(recipe, rows, device)
+    steps = [step_peak(method, batch, at, precision, size, model or method) for size in SIZES]
+    alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
+    trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
+    moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
+    later = moments + trained * (len(rows) > 1)  # and DDP's buckets
+    images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
+    groups = forwards(recipe, max(rows))
+    most = max(n for n, _ in groups)
+    size = next((n for n in range(most, 1, -1) if held(groups, n) <= images), 1)
+    log.info("optim.micro_batch=auto: %s", "the whole batch fits" if size == most else f"{size} images at once")
+    return None if size == most else size
+
+
+def unmeasured(method: Method, device: torch.device) -> str:
+    """Return why no micro-batch is chosen, or an empty text."""
+    if any(backbone.batch_norm for backbone in backbones(method)):
+        return "the batch norm of the backbone needs the whole batch"
+    if device.type == "cpu":
+        return "a CPU's memory is not measured"
+    return "" if devices.memory_size(device) else f"PyTorch does not tell how much memory a {device.type} device has"
+
+
+def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:
+    """Return of how many images at once the activations fit into `limit` bytes.
+
+    `steps` are the peaks of a step in micro-batches of SIZES, and `alone` those of the backbone with so many images."""
+    each = max((peaks[1] - peaks[0]) / (SIZES[1] - SIZES[0]) for peaks in (steps, alone))
+    return SIZES[1] + (limit - steps[1]) / max(each, 1.0)
+
+
+def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
+    """Return for each size of the recipe's views how many images pass through the backbone together, and the pixels of
+    such an image as a share of those of the largest."""
+    sizes = [v.size for v in Views.of(recipe.views).views]
+    return [(images * sizes.count(size), (size / max(sizes)) ** 2) for size in sorted(set(sizes))]
+
+
+def held(groups: Sequence[tuple[int, float]], size: int) -> float:
+    """Return of how many images of the largest size a step holds the activations at once, in micro-batches of `size`.
+
+    A forward of more images is divided, and its parts are computed again one by one; the others are held together."""
+    whole = sum(n * area for n, area in groups if n <= size)
+    return whole + max((size * area for n, area in groups if n > size), default=0.0)
+
+
+def set_micro_batch(method: Method, size: int | None) -> None:
+    """Let every backbone of a method take so many images at once; None: all of them."""
+    for backbone in backbones(method):
+        backbone.micro_batch = size
+
+
+def backbones(method: Method) -> list[Backbone]:
+    """Return the backbones of a method, such as those of student and teacher."""
+    return [m for m in method.modules() if isinstance(m, Backbone)]
+
+
+def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> Batch:
+    """Return a batch of gray images with the sizes of the recipe's views, as many as this rank has in a step."""
+    images = rows[dist.rank()]
+    views = [torch.zeros(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
+    index = torch.arange(images, device=device)
+    return Batch(views, index, torch.zeros_like(index), rows, whole_boxes(views))
+
+
+def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int, model: nn.Module) -> int:
+    """Return the peak memory in bytes of the loss and its gradients in micro-batches of `size` images."""
+
+    def loss() -> Tensor:
+        set_micro_batch(method, size)
+        return model(batch, at)["loss"]  # type: ignore[no-any-return]
+
+    return trial_peak(method, loss, precision)
+
+
+def backbone_peak(method: Method, batch: Batch, precision: Precision, size: int) -> int:
+    """Return the peak memory in bytes of the trained backbone's vectors and their gradients, for `size` images of the
+    batch's largest views."""
+    trained = next(b for b in backbones(method) if any(p.requires_grad for p in b.parameters()))
+    largest = max(batch.views, key=lambda view: view.shape[-1])
+    images = largest[:1].expand(size, -1, -1, -1).contiguous()
+
+    def loss() -> Tensor:
+        set_micro_batch(method, None)
+        return trained.pooled(images).float().sum()
+
+    return trial_peak(method, loss, precision)
+
+
+def trial_peak(method: Method, loss: Callable[[], Tensor], precision: Precision) -> int:
+    """Return the peak memory in bytes of a loss and its gradients, after which the method is as before."""
+    device = next(method.parameters()).device
+    with untouched(method):
+        reset_peak(device)
+        with precision.autocast():
+            value = loss()
+        precision.scale(value).backward()
+        return peak_memory(device)
+
+
+@contextmanager
+def untouched(method: Method) -> Iterator[None]:
+    """A context after which weights, buffers, gradients, micro-batches and random numbers are as before.
+
+    Nothing is compiled in it: the sizes of trials do not occur again, and what is not compiled takes no less memory."""
+    device = next(method.parameters()).device
+    own: list[Tensor] = [*method.parameters(), *method.buffers()]
+    before = [t.detach().cpu().clone() for t in own]
+    kept = [(b, b.micro_batch) for b in backbones(method)]
+    compiled = [m for m in method.modules() if getattr(m, "compiled", False)]
+    for part in compiled:
+        part.compiled = False  # type: ignore[assignment]
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            yield
+    finally:
+        method.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for t, old in zip(own, before, strict=True):
+                t.copy_(old)
+        for backbone, size in kept:
+            backbone.micro_batch = size
+        for part in compiled:
+            part.compiled = True  # type: ignore[assignment]
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak of a device's memory."""
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes of tensors on a device since `reset_peak`."""
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def usable_memory(device: torch.device) -> int:
+    """Return the bytes of a device that this process holds or could get."""
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free + torch.accelerator.memory_reserved(device))

@@ -24,10 +24,12 @@ from eagleray.engine.loop import Trainer
 from eagleray.engine.world import World
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
-from eagleray.runs.anchor import Anchor
-from eagleray.runs.build import build_method, build_optimizer, check_method
+from eagleray.runs.build import build_method, build_optimizer
+from eagleray.runs.checks import check_method
+from eagleray.runs.contract import foreign_code
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe, Watch
+from eagleray.runs.start_guard import Anchor
 
 STEPS = 4  # steps of a rehearsal; ten are an epoch
 IMAGES = 100  # images of a training set that does not exist
@@ -58,8 +60,7 @@ class Rehearsal(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodReport:
-    """The differences that `check_method` measured. Differences of gradients are relative to the norm of the
-    gradient."""
+    """The differences that `check_method` measured. Gradient differences are relative to the gradient's norm."""
 
     method: str
     losses: tuple[float, ...]  # losses of four steps
@@ -87,16 +88,12 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
     name = f"method {recipe.method.name!r}"
     unit = check_method(recipe).norm_group or 3
     whole, splits = (8 * unit,), ((4 * unit, 4 * unit), (5 * unit, 3 * unit))
-    try:
+    with foreign_code(f"{name}: a step fails"):
         check_no_wait(recipe, whole)
         one = rehearse(recipe, whole)
         _check_learning(name, recipe, one)
         check_resume(name, recipe, whole)
         parts = _check_micro_batches(name, recipe, one, unit, tolerance)
-    except UserError:
-        raise
-    except Exception as e:
-        raise PluginError(f"{name}: a step fails: {type(e).__name__}: {_said(e)}") from e
     worst = 0.0
     for (_, rows), two in rehearse_on_ranks({name: recipe}, splits).items():
         away = difference(two.gradient, one.gradient)

@@ -1,27 +1,35 @@
 """Send the numbers of a run to MLflow while it trains, by the queue of MLflow's client. Training never waits for it.
 
 One request is on its way at a time, so that numbers arrive in order. After an outage the run is opened again, and the
-lines of metrics.jsonl that the server lacks are sent.
+lines of metrics.jsonl that the server lacks are sent. The load of the machine is measured in the names and units of
+MLflow.
 """
 
+import contextlib
 import logging
+import shutil
+import subprocess
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from eagleray.base import child
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.runs import layout
 from eagleray.runs.mlflow_run import MOST, REPLY, MLflowRun, configure, metrics_of, now, records_of, told
-from eagleray.runs.system_metrics import Machine
 from eagleray.runs.tracking import DataInput, Tracking, reserve
 
 log = logging.getLogger(__name__)
 LOAD = 30.0  # seconds between two measurements of the machine's load, and two attempts while the server is away
 SOON = 2.0  # seconds that the end of a run waits without a word
 LONGEST = 60.0  # seconds that the end of a run waits for a run that is being opened, request by request
+MEGA = 1e6
+GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")
 
 
 class MLflow:
@@ -44,7 +52,7 @@ class MLflow:
         configure(REPLY)
         self.thread = threading.Thread(target=self._watch, name="mlflow", daemon=True)
         try:
-            import mlflow  # noqa: F401  # not in the thread: a loader process forked meanwhile would inherit its locks
+            import mlflow  # noqa: F401  # not in the thread, to know whether it is missing
         except ImportError:
             self.over = True
             log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
@@ -65,33 +73,28 @@ class MLflow:
         elif not self.flying:
             self.waiting += [self.loads.popleft() for _ in range(len(self.loads))]
             self.batch, self.waiting = self.run.new(self.waiting[:MOST]), self.waiting[MOST:]
-            try:
+            with self._reaching():
                 if self.batch:  # there is no public way to ask whether it has been sent
                     sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
                     [self.flying] = sent._operation_futures
-            except Exception as e:  # a new client may have changed, and no number is worth a run
-                self.waiting = self.batch + self.waiting
-                self._lost(e)
 
     def _landed(self) -> None:
         """Note that the server has got the numbers that were on their way, or that it has not."""
         assert self.flying is not None
         error, self.flying = self.flying.exception(), None
         if error:
-            self.waiting = self.batch + self.waiting
             self._lost(error)
         else:
             self.run.latest |= {m.key: m.step for m in self.batch}
+            self.batch = []
 
     def _watch(self) -> None:
         """Open the run, and again after an outage, and measure the load of the machine."""
         machine = Machine(self.out)
         while not self.over:
             if not self.ready:
-                try:
+                with self._reaching():
                     self._open()
-                except Exception as e:
-                    self._lost(e)
             if self.closing.wait(LOAD):
                 return
             self.loads.extend(metrics_of({"step": self.step} | machine.look(), now()))
@@ -105,8 +108,19 @@ class MLflow:
             log.info("MLflow at %s answers again", hide_secrets(self.uri))
         self.ready, self.away = True, False
 
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """A context for requests, whose errors are said in one line: no number is worth a run."""
+        try:
+            yield
+        except Exception as e:  # a new client may also have changed
+            self._lost(e)
+
     def _lost(self, error: BaseException) -> None:
-        """Say in one line that MLflow gets nothing now, or for good where only a person can mend it."""
+        """Say in one line that MLflow gets nothing now, or for good where only a person can mend it. The numbers that
+        were on their way wait again."""
+        if self.batch:
+            self.waiting, self.batch = self.batch + self.waiting, []
         error, known, self.ready, self.away = told(self.uri, error), self.away, False, True
         if isinstance(error, UserError):
             self.over = True
@@ -127,7 +141,7 @@ class MLflow:
                 break
             if seconds == SOON:
                 log.info("waiting for MLflow at %s, %.0f s at most", hide_secrets(self.uri), 2 * LONGEST)
-        try:
+        with self._reaching():
             if pending or self.thread.is_alive():
                 raise Outage(f"MLflow at {hide_secrets(self.uri)}: no answer")
             if self.flying:
@@ -136,6 +150,62 @@ class MLflow:
                 self._open()
             self.run.send(self.run.new([*self.waiting, *self.loads]))
             self.run.end(status, files, self.out if status == "FINISHED" else None)
-        except Exception as e:
-            self._lost(e)
         self.over = True
+
+
+class Machine:
+    """Measures the load of this machine each time it is asked. Shares and rates are averages since the last time.
+    None of the numbers reveals an address or a process."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` lies on the disk whose usage is reported."""
+        self.folder, self.smi = folder, shutil.which("nvidia-smi")
+        psutil.cpu_percent()  # its first answer says nothing
+        self.network = network()
+
+    def look(self) -> dict[str, float]:
+        """Return the numbers by name."""
+        memory, before, self.network = psutil.virtual_memory(), self.network, network()
+        found = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": (memory.total - memory.available) / MEGA,
+            "system_memory_usage_percentage": memory.percent,
+            "network_receive_megabytes": (self.network[0] - before[0]) / MEGA,
+            "network_transmit_megabytes": (self.network[1] - before[1]) / MEGA,
+        }
+        with contextlib.suppress(OSError):  # a disk may have gone
+            disk = shutil.disk_usage(self.folder)
+            found["disk_usage_percentage"] = 100 * disk.used / disk.total
+            found["disk_available_megabytes"] = disk.free / MEGA
+        return {f"system/{k}": round(v, 2) for k, v in (found | self._gpus()).items()}
+
+    def _gpus(self) -> dict[str, float]:
+        """Return the load of each GPU from nvidia-smi, as NVIDIA's Python library is not installed everywhere."""
+        if not self.smi:
+            return {}
+        command = [self.smi, f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
+        try:
+            rows = child.run(command, text=True, timeout=20, check=True).stdout.splitlines()
+        except (OSError, subprocess.SubprocessError):
+            self.smi = None
+            return {}
+        return {f"gpu_{i}_{k}": v for i, row in enumerate(rows) for k, v in gpu(row).items()}
+
+
+def gpu(row: str) -> dict[str, float]:
+    """Return the numbers in a line of nvidia-smi. A GPU that is partitioned or very old does not report all of them."""
+    said = {}
+    for name, text in zip(GPU, row.split(","), strict=False):
+        with contextlib.suppress(ValueError):
+            said[name] = float(text)
+    found = {"utilization_percentage": said.get("utilization.gpu"), "power_usage_watts": said.get("power.draw")}
+    used, all = said.get("memory.used"), said.get("memory.total")
+    if used is not None and all:
+        found |= {"memory_usage_megabytes": used * 2**20 / MEGA, "memory_usage_percentage": 100 * used / all}
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def network() -> tuple[int, int]:
+    """Return the bytes received and sent by all network interfaces except loopback."""
+    counts = [c for name, c in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    return sum(c.bytes_recv for c in counts), sum(c.bytes_sent for c in counts)

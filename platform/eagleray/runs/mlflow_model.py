@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.contexts import on_error
+from eagleray.base.errors import explained
 from eagleray.data.tiff import write_pages
 from eagleray.runs import layout
 from eagleray.runs.embedder import build
@@ -71,11 +72,9 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
         model = client.create_logged_model(run.info.experiment_id, NAME, run_id, tags, params, model_type=NAME)
     if missing := str(model.status) != "READY":
         with tempfile.TemporaryDirectory() as scratch:
-            try:
+            failed = on_error(lambda: client.finalize_logged_model(model.model_id, "FAILED"))
+            with failed, explained("it cannot be made", Exception):  # a package may be missing
                 save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
-            except Exception as e:  # such as of a package that is missing
-                client.finalize_logged_model(model.model_id, "FAILED")
-                raise UserError(f"{type(e).__name__}: {one_line(e)}") from e
             client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
         client.finalize_logged_model(model.model_id, "READY")
     last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # the run keeps what is the same once

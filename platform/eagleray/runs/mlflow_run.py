@@ -5,7 +5,6 @@ kept for a server that is away: `send_missing` reads the folder.
 """
 
 import contextlib
-import getpass
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ RESULTS = (
     layout.SUMMARY,
     layout.HEALTH,
     layout.HEALTH_PLOT,
+    layout.NEIGHBOURS,
     layout.PLACES,
 )  # the files that a run sends when it ends
 LATER = (layout.RESULTS, "report.html", "report")  # other commands send these
@@ -209,15 +209,15 @@ class MLflowRun:
 
         key = self.fields["key"]
         tags = {"mlflow.source.name": "eagleray", "mlflow.source.type": "LOCAL", "eagleray.key": key}
-        with contextlib.suppress(OSError, KeyError):  # a container may give its user no name
-            tags["mlflow.user"] = getpass.getuser()
+        if who := self.fields.get("user"):
+            tags["mlflow.user"] = who
         if self.tracking.parent:
             tags["mlflow.parentRunId"] = self.tracking.parent
         if commit := get_git_commit(__file__):
             tags["mlflow.source.git.commit"] = commit
         self.run = self.client.create_run(self.experiment(), run_name=self.name, tags=tags)
         self.id, self.latest = self.run.info.run_id, {}
-        kept = ("key", "name", "parent", "inputs")
+        kept = ("key", "name", "parent", "inputs", "user")
         write_note(self.note, self.tracking.uri, {k: v for k, v in self.fields.items() if k in kept})
 
     def with_key(self, key: str) -> Any:
@@ -293,7 +293,7 @@ class MLflowRun:
                 self.client.set_tag(self.id, f"eagleray.{key}", text[:LONGEST_TAG])
 
     def store(self, path: Path) -> None:
-        """Send a file, or the files of a folder, those that have changed. Does nothing when it is missing."""
+        """Send a file, or the files of a folder, as far as they are new or changed. Does nothing if it is missing."""
         known = dict(self.fields.get("files", {}))
         for file in sorted(path.rglob("*")) if path.is_dir() else [path] * path.exists():
             key = str(file.relative_to(path.parent))

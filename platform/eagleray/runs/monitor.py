@@ -5,6 +5,7 @@ Follows Chen, Xie and He 2021, arXiv:2104.02057, section 4 and appendix A; here 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagleray.base import devices, dist
+from eagleray.base.dist import local, norms, sharded
 from eagleray.engine.loop import Step
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
@@ -19,7 +21,6 @@ from eagleray.models.ema import momentum_copies
 from eagleray.models.heads import PrototypeHead
 from eagleray.models.layer_names import in_backbone, layers_of
 from eagleray.protocols.knn import vote
-from eagleray.runs.feature_metrics import alignment, distance, effective_rank, input_moments, size, spread, uniformity
 from eagleray.runs.metrics import MONITOR_KNN
 from eagleray.runs.recipe import Watch
 
@@ -185,7 +186,7 @@ class Monitor:
             self._before = []
 
 
-class Rows(NamedTuple):
+class BankRows(NamedTuple):
     """Rows of the bank, the newest first."""
 
     features: Tensor  # (n, D), float32
@@ -217,11 +218,11 @@ class Bank:
         for column, new in ((self.features, features), (self.labels, labels), (self.images, images)):
             column[at] = new[-kept:].to(column.dtype)
 
-    def newest(self, n: int, skip: int = 0) -> "Rows":
+    def newest(self, n: int, skip: int = 0) -> "BankRows":
         """Return the n newest rows after leaving out the `skip` newest; fewer where the bank has fewer."""
         back = torch.arange(skip, min(n + skip, self.filled), device=self.labels.device)
         at = (self.written - 1 - back) % len(self.features)
-        return Rows(self.features[at].float(), self.labels[at], self.images[at])
+        return BankRows(self.features[at].float(), self.labels[at], self.images[at])
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -232,3 +233,46 @@ class Bank:
             for name in ("features", "labels", "images"):
                 getattr(self, name).copy_(state[name])
             self.written = state["written"]
+
+
+def spread(z: Tensor) -> Tensor:
+    """Return sqrt(C) times the standard deviation of unit rows z (B, C) over the batch, averaged over the channels.
+    It is 1 where directions are random and 0 where all rows are equal (Chen and He 2021, arXiv:2011.10566, section
+    4.1)."""
+    return z.std(0, correction=0).mean() * z.shape[1] ** 0.5
+
+
+def effective_rank(z: Tensor) -> Tensor:
+    """Return RankMe (Garrido et al. 2023, arXiv:2210.02885): the exp of the entropy of the singular values of z (B,
+    C), from 1 to min(B, C)."""
+    p = torch.linalg.svdvals(z)
+    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)  # 1 where all features are zero
+    return torch.exp(-torch.xlogy(p, p).sum())
+
+
+def alignment(z1: Tensor, z2: Tensor) -> Tensor:
+    """Return the mean squared distance between unit rows z1 and z2 (B, C) of the same images (Wang and Isola 2020,
+    arXiv:2005.10242)."""
+    return (z1 - z2).square().sum(1).mean()
+
+
+def uniformity(z: Tensor) -> Tensor:
+    """Return the log of the mean of exp(-2 |zi - zj|^2) over pairs of unit rows (B, C): 0 where all rows are equal,
+    near -4 where they cover the sphere (Wang and Isola 2020, arXiv:2005.10242)."""
+    return torch.pdist(z).square().mul(-2).exp().mean().log()
+
+
+def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of pixels (B, 3, H, W): about 0 and 1 where images are normalised."""
+    std, mean = torch.std_mean(x.float())
+    return mean, std
+
+
+def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """Return |a - b| / |b| for two lists of tensors, each taken as one vector."""
+    return size(torch._foreach_sub(local(a), local(b)), split=sharded(b[0])) / size(b)
+
+
+def size(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
+    """Return the norm of a list of tensors, taken as one vector. `split` is explained at `norms`."""
+    return torch.linalg.vector_norm(norms(tensors, split=split))

@@ -1,36 +1,44 @@
-"""Plan a run: open a recipe's data, check that everything fits, and count the steps."""
+"""Plan a run: open the data of a recipe, count the steps, and say where everything that the run learns comes from.
+
+Digests of recipe, data, order and code are in checkpoints, exports and starts.jsonl: what has changed explains numbers
+that cannot be repeated.
+"""
 
 import functools
+import hashlib
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+import eagleray
 from eagleray.base import dist
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, hide_secrets, named
+from eagleray.config.plugins import PluginCopy
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
-from eagleray.data import labels
-from eagleray.data.columns import select
+from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index, ScanAll, open_index, scan_here
 from eagleray.data.index_of_ranks import open_on_all
-from eagleray.data.order import rows
 from eagleray.data.reader import Stream
-from eagleray.engine.sharded import check_shardable
-from eagleray.methods.method import Method
-from eagleray.models.shuffle_bn import check_groups
-from eagleray.protocols.class_names import check_class_names
-from eagleray.runs import fit, origin
-from eagleray.runs.build import check_method, scaled_lr
-from eagleray.runs.recipe import TEACHER, Recipe, digest, needs_boxes
-from eagleray.runs.sources import absolute as absolute_source
+from eagleray.data.selection import Selection
+from eagleray.protocols.digests import digest
+from eagleray.runs import fit
+from eagleray.runs.build import scaled_lr
+from eagleray.runs.recipe import Recipe, needs_boxes
+from eagleray.runs.recipe import digest as recipe_digest
+from eagleray.runs.tracking import DataInput
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
+DIGESTS = ("recipe", "data", "order", "code")
 
 
 @dataclass(frozen=True)
@@ -59,124 +67,29 @@ class Plan:
     def origin(self) -> dict[str, str]:
         """Return the digests of recipe, data, order and code by name, from which everything that the run learns
         follows."""
-        values = digest(self.recipe), origin.shards_digest(self.index), origin.order_digest(self.stream)
-        return dict(zip(origin.DIGESTS, (*values, origin.code_digest()), strict=True))
+        values = recipe_digest(self.recipe), shards_digest(self.index), order_digest(self.stream), code_digest()
+        return dict(zip(DIGESTS, values, strict=True))
 
     @functools.cached_property
     def shards_text(self) -> str:
-        """Return the name, size and tag of each shard."""
-        return origin.shards_text(self.index)
+        """Return the name, size and tag of each shard, a line each, by which a check names the one that has changed."""
+        return "".join(f"{b.url.rpartition('/')[2]}\t{b.size} {b.tag}\n" for b in self.index.shards)
+
+    @property
+    def inputs(self) -> list[DataInput]:
+        """Return the data sets of the run as MLflow shows them."""
+        inputs = [data_input("training", self.recipe.data.sources(), self.index)]
+        if self.test and self.recipe.data.test:
+            inputs.append(data_input("test", self.recipe.data.test, self.test))
+        return inputs
+
+    def is_milestone(self, step: int) -> bool:
+        """Return whether a step is the last one of an epoch whose checkpoint stays."""
+        wanted, (epoch, rest) = self.recipe.checkpoint.milestones, divmod(step, self.stream.steps_per_epoch)
+        return not rest and (epoch % wanted == 0 if isinstance(wanted, int) else epoch in wanted)
 
     def at(self, step: int) -> Progress:
         return Progress(step, self.stream.steps_per_epoch, self.recipe.optim.epochs, self.recipe.seed)
-
-
-def resolve_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, as a worker's working folder is not the user's. Raises UserError."""
-
-    def absolute(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
-        return sources and tuple(
-            replace(
-                s,
-                url=store.absolute(s.url),
-                exclude=s.exclude and store.absolute(s.exclude),
-                columns=tuple(map(store.absolute, s.columns)),
-            )
-            for s in sources
-        )
-
-    store.check_writable(recipe.out, "out")
-    cache = recipe.data.cache and store.absolute(recipe.data.cache)
-    data = replace(recipe.data, train=absolute(recipe.data.train), test=absolute(recipe.data.test), cache=cache)
-    source = recipe.backbone.weights and absolute_source(recipe.backbone.weights)
-    network = replace(recipe.backbone, weights=source)
-    start = recipe.start and recipe.start.at(absolute_source(recipe.start.source))
-    out, method = store.absolute(recipe.out.rstrip("/")), recipe.method
-    if teacher := recipe.teacher:
-        if teacher.weights is None:
-            raise UserError(f"{TEACHER}: missing; expected what start.from may name: a run, an export, timm:NAME, ...")
-        named = replace(teacher, weights=absolute_source(teacher.weights))
-        method = replace(method, args=method.args | {"teacher": named})
-    return replace(recipe, out=out, data=data, backbone=network, start=start, method=method)
-
-
-def make_plan(recipe: Recipe, *, note: Callable[[str], None] = log.info, scan_all: ScanAll = scan_here) -> Plan:
-    """Check that the recipe, its method and its data fit each other, and open the data; `scan_all` reads tars that have
-    no index. Raises as `open_plan`, and UserError when something does not fit."""
-    method = check_method(recipe)
-    check_shares(recipe, method.norm_group)
-    check_parallel(recipe, method)
-    check_start(recipe, method)
-    plan = open_plan(recipe, note=note, scan_all=scan_all)
-    index, test = plan.index, plan.test
-    if queue := fit.long_queue(recipe, plan.stream.samples_per_epoch):
-        note(queue)
-    chosen = plan.stream.selection
-    if chosen and chosen.kept < len(chosen.weight) and type(method).allocate is not Method.allocate:
-        raise UserError(
-            f"data.train: leaves out {len(chosen.weight) - chosen.kept:,} of {len(chosen.weight):,} samples, but "
-            f"{recipe.method.name} has a vector for each and would compare with those that are never read; expected "
-            "shards of the chosen ones: eagleray prepare webdataset --where"
-        )
-    if method.classes is not None:
-        labels.check_labels("data.train", index, method.classes, every=True)
-        if test:
-            labels.check_labels("data.test", test, method.classes, every=False)
-    for key, data in ("data.test", test), ("data.train", index):
-        unread = labels.unread_labels(data) if test and data else ""
-        if test and data and not data.labelled and (test.labelled or index.labelled):
-            why = f": {unread}" * bool(unread)
-            both = "evaluation needs labels in both data.train and data.test, or none"
-            raise UserError(f"{key}: has no labels{why}; {both}")
-        if unread:
-            note(f"{key}: {unread}; evaluation leaves them out")
-    if test:
-        try:
-            check_class_names(index, test, ("data.train", "data.test"))
-        except UserError as e:
-            if method.classes is not None:
-                raise
-            note(f"{e}; the scores of this run compare the numbers")
-    return plan
-
-
-def check_parallel(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when FSDP is to divide the weights of a method that is not tested with it, or when a key works
-    with whole weights on every rank alone."""
-    if recipe.parallel == "ddp":
-        return
-    check_shardable(method, recipe.method.name)
-    for key in keys_of_whole_weights(recipe):
-        raise UserError(f"parallel=fsdp: does not work with {key}; leave it out, or use parallel=ddp")
-
-
-def check_start(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when keys of the recipe exclude its `start`."""
-    if recipe.start is None:
-        return
-    given = f"start.from={recipe.start.source}"
-    if recipe.backbone.weights:
-        raise UserError(f"{given}: backbone.weights names other weights; give one of the two")
-    if method.supervised:
-        raise UserError(f"{given}: {recipe.method.name} learns from labels; backbone.weights is for fine-tuning")
-    if recipe.start.freeze and recipe.start.what == "all":
-        raise UserError("start.freeze: does not work with start.what=all, whose heads need not be warmed; use method")
-    if recipe.start.freeze >= recipe.optim.epochs:
-        raise UserError(
-            f"start.freeze={recipe.start.freeze:g}: the backbone would never be trained, with "
-            f"optim.epochs={recipe.optim.epochs}"
-        )
-    if recipe.start.anchor and recipe.parallel == "fsdp":
-        raise UserError("start.anchor: does not work with parallel=fsdp, which divides the weights; use parallel=ddp")
-    if recipe.start.what == "all" and recipe.parallel == "fsdp":
-        raise UserError("start.what=all: does not work with parallel=fsdp, which divides the moments; use method")
-
-
-def keys_of_whole_weights(recipe: Recipe) -> list[str]:
-    """Return the keys of a recipe that work with whole weights on every rank alone."""
-    optim = recipe.optim
-    keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
-    return [key for key, given in (keys | {"compile=true": recipe.compile is True}).items() if given]
 
 
 def open_plan(
@@ -185,6 +98,7 @@ def open_plan(
     note: Callable[[str], None] = log.info,
     patience: float = PATIENCE,
     scan_all: ScanAll = scan_here,
+    opening: Callable[..., Index] = open_index,
 ) -> Plan:
     """Open the data of a recipe that `make_plan` has checked, and count the steps. Called by all ranks together.
 
@@ -194,20 +108,16 @@ def open_plan(
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")
     # In the run's folder, whichever machine goes on: where nothing can be written beside the shards.
-    opening = partial(open_index, spare=recipe.out, note=note, patience=patience, scan_all=scan_all)
+    opening = partial(opening, spare=recipe.out, note=note, patience=patience, scan_all=scan_all)
     opening = partial(opening, channels=data.channels)
     sources = data.sources()
-    try:
+    with named("data.train"):
         index = open_on_all(partial(opening, sources))
-    except UserError as e:
-        raise UserError(f"data.train: {e}") from None
-    try:
+    with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe may name the place
         test = open_on_all(partial(opening, data.test)) if data.test else None
-    except UserError as e:  # the recipe may name the place, and nobody typed it
-        raise UserError(f"data.test: {e}; name another, or none: data.test=null") from None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
-    selection = dist.from_rank_zero(partial(select, index))
+    selection = dist.from_rank_zero(partial(_select, index))
     patient, scaled = 60 * data.patience, data.decode == "scaled"
     phases = tuple((phase.until, Views.of(phase.views)) for phase in recipe.phases[:-1])
     stream = Stream(
@@ -228,20 +138,55 @@ def open_plan(
     return Plan(recipe, stream, test, steps_of(recipe, stream))
 
 
+def _select(index: Index) -> Selection | None:
+    """Return how often each sample is read by what the sources of an index say; None where they say nothing."""
+    if not any(source.selects for source in index.sources):
+        return None
+    from eagleray.data.columns import select
+
+    return select(index)
+
+
 def steps_of(recipe: Recipe, stream: Stream) -> int:
     """Return the steps of a whole run."""
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return min(steps, recipe.max_steps or steps)
 
 
-def check_shares(recipe: Recipe, norm_group: int | None) -> None:
-    """Check that every number of processes that the run may have can share the batch, and that groups of `norm_group`
-    images fit their shares.
+def shards_digest(index: Index) -> str:
+    """Return the digest of the names, sizes and tags of all shards, and of how often each is read in an epoch. No row
+    of the index is read for it."""
+    shards = [(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]
+    return digest(shards, index.repeats.tolist())
 
-    Raises UserError.
-    """
-    least, most = recipe.ranks
-    for ranks in range(least, most + 1):
-        shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks)
-        if norm_group:
-            check_groups(norm_group, shares)
+
+def order_digest(stream: Stream) -> str:
+    """Return the digest of all that decides which sample is read when."""
+    blocks = hashlib.sha256(stream.visits.sizes.tobytes()).hexdigest()
+    chosen = [stream.selection.digest] if stream.selection else []
+    return digest(stream.seed, stream.lanes, stream.batch, blocks, *chosen)
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return the digest of the source files of this package."""
+    folder = Path(eagleray.__file__).parent
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
+    return PluginCopy(folder, files).sha256[:LENGTH]
+
+
+def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInput:
+    """Describe a data set. The folder that it lies in does not change its digest."""
+    urls = [hide_secrets(s.url) for s in sources]
+    name = ", ".join("/".join(url.rstrip("/").split("/")[-2:]) for url in urls)
+    used = np.diff(index.first).tolist()
+    shards = [(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]
+    profile = {"images": len(index), "shards": len(index.shards), "labelled": bool(index.labelled)}
+    return DataInput(
+        context,
+        name[:500],  # MLflow keeps no more
+        digest(shards, used, index.repeats.tolist()),
+        "local" if store.folder_of(urls[0]) else urls[0].partition("://")[0],
+        json.dumps({"uri": urls[0] if len(urls) == 1 else ",".join(urls)})[:65_000],
+        json.dumps(profile),
+    )

@@ -3,6 +3,7 @@ field."""
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.config import STRICT, Part, bundled, part_of, register
+from eagleray.config import STRICT, Part, part_of, register
 from eagleray.config import plugins as loading
 from eagleray.config.channels import RGB, Channels, check_operations, planes
 from eagleray.config.curriculum import Phase, PhaseViews, phases
@@ -22,9 +23,10 @@ from eagleray.config.plugins import Plugin
 from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
-from eagleray.config.view import MOVING, View, check_views
+from eagleray.config.view import View, check_views
 from eagleray.models.network import Network, is_public
 from eagleray.protocols.settings import Evaluate
+from eagleray.storage.hf_urls import unpinned
 
 if TYPE_CHECKING:
     Method = Part
@@ -63,59 +65,66 @@ def steps(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
-    train: Sources | None = (
-        None  # folder, glob, brace pattern of shards, local or by URL; or a list of them and of Sources
-    )
-    test: Sources | None = (
-        None  # labelled shards; without it a tenth of labelled training data is held out of the kNN bank
-    )
-    lanes: PositiveInt = 64  # equal slices of a global batch, each of which is read from its own part of the data
+    # Images to train on: a folder, glob or brace pattern, local or by URL; a mapping of url, repeat, where and weight;
+    # or a list of these
+    train: Sources | None = None
+    # Labelled images for the evaluations; None: a tenth of the labelled training images is held out
+    test: Sources | None = None
+    # Number of equal slices of a global batch, each read from its own part of the data; must divide optim.batch
+    lanes: PositiveInt = 64
     # Loader processes per rank; 0: in the training process; auto: two fewer than the CPUs of the rank
     workers: NonNegativeInt | Literal["auto"] = 4
-    # scaled: a large JPEG is decoded at a half, a quarter or an eighth of its size where every crop is reduced further
+    # scaled: decode a JPEG at 1/2, 1/4 or 1/8 of its size if every crop is scaled down at least that much
     decode: Literal["full", "scaled"] = "full"
-    # The channels of the images, of which `eagleray data stats --channels` prints these lines; none: red, green, blue
+    # Where crops are cut and resized, with the same pixels. auto: on an accelerator that can, unless a view has
+    # randaugment or operations (docs/data.md#where-crops-are-made)
+    crops: Literal["auto", "cpu", "device"] = "auto"
+    # Mean and std of each channel, as `eagleray data stats --channels` prints them; none: red, green and blue
     channels: Channels = ()
-    bad_limit: Share = 0.01  # more broken samples than this share of the data stop the run
+    bad_limit: Share = 0.01  # the run stops when a larger share of the samples is broken
     cache: str | None = None  # folder on each node's own disk that keeps what was fetched
-    cache_size: Bytes = 100 * 2**30  # bytes, or such as 200GiB
-    patience: Annotated[float, Field(gt=0)] = (
-        10.0  # minutes that the store may stay away before the run saves and stops
-    )
+    cache_size: Bytes = 100 * 2**30  # largest size of that folder
+    # Minutes for which the store may fail to answer before the run saves a checkpoint and stops
+    patience: Annotated[float, Field(gt=0)] = 10.0
 
     def sources(self) -> tuple[Source, ...]:
         """Return the sources of the training data. Raises UserError when the recipe names none."""
         if self.train is None:
-            raise UserError("data.train: missing; expected a folder, glob, brace pattern or s3:// URL of shards")
+            raise UserError(
+                "data.train: missing; name a folder of images, or a folder, glob, brace pattern or s3:// URL of "
+                "shards, such as data.train=photos/"
+            )
         return self.train
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optim:
+    # lars: trust coefficient 0.001 on matrices, as in MoCo v3; larc: the same on every tensor, with the decay in it, as
+    # in SwAV
     name: Literal["adamw", "lars", "larc", "lamb", "sgd"] = "adamw"
-    momentum: Share = 0.9  # read by lars, larc and sgd
-    # Of adamw: the share of its value that the average of squared gradients keeps in a step.
+    momentum: Share = 0.9  # momentum of lars, larc and sgd
+    # Of adamw: share that the moving average of squared gradients keeps of its value in a step (MAE: 0.95)
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    batch: PositiveInt = 1024  # images per step over all ranks; no rank count changes it
-    # Images in the backbone at once on each rank, with the gradient of all; auto: as many as fit; None: all.
+    batch: PositiveInt = 1024  # images per step over all ranks, whatever their number
+    # Images per forward pass of each rank; the gradient is still that of the batch. auto: as many as fit; None: all
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    # Each block of the backbone keeps only its input and computes the rest again in the backward pass.
+    # Each block of the backbone keeps only its input and recomputes the rest in the backward pass
     checkpointing: bool = False
-    # The format in which ranks average gradients; bf16 sends half as many bytes.
+    # Number format in which ranks average gradients; bf16 sends half as many bytes
     reduce: Literal["fp32", "bf16"] = "fp32"
-    epochs: PositiveInt = 100
-    lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)
-    lr_images: PositiveInt | None = None  # lr.value is for a batch of this size and scales linearly; None: as it is
-    layer_decay: Share | None = None  # the rate's factor from each layer to the one below; None: all alike
-    constant_lr: tuple[str, ...] = ()  # parts of the method whose rate stays at lr.value (SimSiam's predictor)
-    weight_decay: Schedule = Schedule(value=0.04, end=0.4)
-    # matrices: biases and other vectors are not decayed; timm: nor is what timm's model names, such as position tables
+    epochs: PositiveInt = 100  # length of the training, on which all schedules are based
+    lr: Schedule = Schedule(value=5e-4, warmup=10, end=1e-6, inclusive=True)  # learning rate
+    lr_images: PositiveInt | None = None  # lr.value is for this batch size and is scaled linearly; None: not scaled
+    layer_decay: Share | None = None  # ratio of a layer's rate to that of the layer above; None: all alike
+    constant_lr: tuple[str, ...] = ()  # parts of a method whose learning rate stays at lr.value (SimSiam's predictor)
+    weight_decay: Schedule = Schedule(value=0.04, end=0.4)  # for the parameters that `decay` selects
+    # matrices: no vectors such as biases; timm: also no tensors that timm's model excludes; all: every parameter
     decay: Literal["all", "matrices", "timm"] = "matrices"
-    # Factor on the rate of the parameters that `decay` leaves out, such as biases and norms
+    # Factor on the learning rate of parameters that `decay` leaves out, such as biases (Barlow Twins: 0.024)
     undecayed_lr_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    clip: Annotated[float, Field(gt=0)] | None = None  # gradient norm
-    clip_each: bool = False  # the norm of every tensor on its own (DINO), not of all together
-    # Norm of the patch projection's gradient, after optim.clip; None: as it is
+    clip: Annotated[float, Field(gt=0)] | None = None  # gradients with a larger norm are scaled down to this norm
+    clip_each: bool = False  # clip every tensor by its own norm (DINO), not by the norm of all tensors
+    # Largest norm of the patch projection's gradient, which is scaled after optim.clip; None: no limit
     clip_patch: Annotated[float | None, Field(gt=0)] = None
 
 
@@ -123,34 +132,36 @@ class Optim:
 class Watch:
     """The settings with which a run monitors itself, described in docs/health.md."""
 
-    every: PositiveInt = 50  # steps between measurements
-    bank: PositiveInt | None = (
-        None  # newest training crops that the kNN monitor votes with; None: a tenth of the images, 131072 at most
-    )
-    k: PositiveInt = 200
-    temperature: Annotated[float, Field(gt=0)] = 0.07
+    every: PositiveInt = 50  # steps between measurements (docs/health.md)
+    # Number of newest training crops among which the kNN monitor votes; None: a tenth of the images, at most 131072
+    bank: PositiveInt | None = None
+    k: PositiveInt = 200  # number of nearest neighbours
+    temperature: Annotated[float, Field(gt=0)] = 0.07  # temperature of the neighbours' votes
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Checkpoint:
     steps: PositiveInt | None = None  # steps between checkpoints
-    minutes: Annotated[float, Field(gt=0)] = 10.0  # minutes between checkpoints, whichever comes first
-    keep: PositiveInt = 3
+    minutes: Annotated[float, Field(gt=0)] = 10.0  # minutes between checkpoints; with `steps`, whichever comes first
+    keep: PositiveInt = 3  # number of newest checkpoints that are kept
+    # Epochs whose checkpoints are kept as well: a list such as [100, 200], or 50 for every 50th epoch
+    milestones: PositiveInt | tuple[PositiveInt, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT | ConfigDict(serialize_by_alias=True))
 class Start:
     """The weights that a run takes over before its first step, described in docs/start.md."""
 
-    # A run, an export, a checkpoint, a file of tensors, timm:NAME or hf:NAME. The key is `from`, a word of Python.
+    # A run, an export, a checkpoint, a file of tensors, timm:NAME or hf:NAME (docs/start.md#sources)
     source: Annotated[str, Field(alias="from")]
-    # method: also the momentum copy, heads, centres and queues that the source has; all: also moments and the step
+    # method: also the source's momentum copy, heads, centres and queues; all: also the optimiser's moments and the step
     what: Literal["backbone", "method", "all"] = "backbone"
-    # Epochs in which only heads are trained, and the backbone stays as it is.
+    # Number of first epochs in which only the heads are trained, and the backbone stays as it is
     freeze: Annotated[float, Field(ge=0)] = 0.0
-    # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none.
+    # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none
     anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    # Share of the start's kNN accuracy, or without labels the likeness to its features, below which the run ends.
+    # Share of the start's kNN accuracy, or without labels a likeness to its features, below which the run ends
+    # (docs/start.md#keeping-what-is-there)
     stop_below: Share | None = None
 
     def at(self, source: str) -> "Start":
@@ -162,13 +173,14 @@ class Start:
 class Track:
     """The places, beside the run folder, of a run's history and its backbone."""
 
-    register: ModelName | None = None  # MLflow's registry keeps the backbone under this name at the end
-    also: tuple[Literal["tensorboard", "wandb"], ...] = ()  # get the numbers, too
+    # Name under which MLflow's registry gets the backbone of the finished run (docs/running.md#the-backbone-as-a-model)
+    register: ModelName | None = None
+    also: tuple[Literal["tensorboard", "wandb"], ...] = ()  # trackers that get the metrics as well as MLflow
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # random seed of weights, sample order, crops and drop path
     method: Method
     backbone: Network = Network()
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
@@ -183,21 +195,24 @@ class Recipe:
     checkpoint: Checkpoint = Checkpoint()
     track: Track = Track()
     log_steps: PositiveInt = 10  # steps between lines of metrics.jsonl
-    out: str = "runs/run"  # folder of the run, or s3:// URL; `load` sets runs/<recipe name> where it is not given
-    # Ray Train workers; 4..16: as many of them as the cluster has room for, now and later; 0: in this process, no Ray.
+    out: str = "runs/run"  # folder of the run, local or an s3://, gs:// or az:// URL
+    # Number of Ray Train workers. 4..16: at any time, as many of 4 to 16 as the cluster can hold; 0: no Ray
     workers: Annotated[int | str, AfterValidator(_workers)] = 1
-    # auto: bf16 on an accelerator that has it, fp16 on one that has not, fp32 on a CPU
+    # Number format of matrix products. auto: bf16 on an accelerator that has it, fp16 on one without, fp32 on a
+    # CPU (docs/running.md#precision)
     precision: Format = "auto"
-    # The backbones run through torch.compile. auto: on accelerators that have a compiler
+    # Whether torch.compile compiles backbones and heads of prototypes. auto: on accelerators with a compiler
+    # (docs/running.md#speed)
     compile: Literal["auto"] | bool = "auto"
-    deterministic: bool = False  # bit-equal continuation on a GPU
-    gpus: bool | None = None  # a GPU for each worker, whether they are there yet or not; None: where there are enough
+    deterministic: bool = False  # use only GPU operations with bit-identical results, of which some are slower
+    gpus: bool | None = None  # true: a GPU for each worker, also if it must wait; None: if there are enough
     # fsdp: each rank keeps some rows of every weight, gradient and moment, and gathers weights when they are needed
+    # (docs/running.md#memory)
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    max_steps: PositiveInt | None = None  # stop early, without changing any schedule
-    # First and last step to profile, such as 10..12: a trace and a table of operations in the run folder.
+    max_steps: PositiveInt | None = None  # the run stops after this many steps; schedules do not change
+    # First and last step to profile, such as 10..12; the run folder gets a trace and a table of operations
     profile: Annotated[str | None, AfterValidator(_steps)] = None
-    # The user's own files and modules, with digests of their source; a recipe lists their names alone.
+    # Your own Python files or modules, whose methods, operations and data sets a recipe can name (docs/plugins.md)
     plugins: tuple[Plugin, ...] = ()
 
     @property
@@ -213,14 +228,12 @@ class Recipe:
 
     @property
     def phases(self) -> tuple[PhaseViews, ...]:
-        """Return what is seen in every phase of the training. Raises UserError when a phase has no epoch or does not
-        fit the views."""
+        """Return what is seen in every phase. Raises UserError when one has no epoch or does not fit the views."""
         return phases(self.views, self.curriculum, self.optim.epochs)
 
     @property
     def weight_files(self) -> dict[str, str]:
-        """Return the places that the run reads weights from before its first step, by key; names of timm and the Hub
-        are none."""
+        """Return the files that the run reads weights from before its first step, by key; timm and the Hub are none."""
         named = {
             "backbone.weights": self.backbone.weights,
             "start.from": self.start.source if self.start else None,
@@ -234,15 +247,19 @@ class Recipe:
         least, most = span(self.workers)
         return max(least, 1), max(most, 1)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether a cluster starts the workers, on machines that may have what this one lacks."""
+        return bool(self.workers and os.environ.get("RAY_ADDRESS"))
+
 
 TEACHER = "method.teacher.weights"  # errors name this key
 
 # What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
-OPERATION += ("track", "start.stop_below")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
-OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel")
-OPERATION += ("data.cache", "data.cache_size", "data.patience")
+OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel", "track")
+OPERATION += ("data.cache", "data.cache_size", "data.patience", "data.crops", "start.stop_below")
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
@@ -254,12 +271,13 @@ def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
     keys = config.flatten(recipe) if isinstance(recipe, Mapping) else flat(recipe)
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
-    return {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
+    kept = {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
+    # Which revision of a set of the Hub it was, the digest of the data says: so one that has moved on can be named.
+    return kept | {k: unpinned(v) for k, v in kept.items() if k == "data.train"}
 
 
 def _changeable_keys(method: str | None) -> list[str]:
-    """Return the keys of the method section that may change when a run continues. None when the method is not known
-    here."""
+    """Return the keys of the method section that may change when a run continues; none where it is not known here."""
     try:
         may_change = config.part_constant("eagleray.methods", method, "may_change") if method else ()
     except UserError:  # the plug-in of the run may not be loaded
@@ -274,18 +292,28 @@ def digest(recipe: Recipe) -> str:
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), *, named: bool = False) -> Recipe:
-    """Return the resolved recipe of a shipped name or a file, with a default for `out`. `plugins` are added to those
-    that the recipe lists. `named`: none is loaded that is not loaded yet, as a run's own may be a stranger's. Raises
-    UserError."""
+    """Return the resolved recipe of a shipped name, a file or a run, with a default for `out`. `plugins` are added to
+    those that the recipe lists. `named`: none is loaded that is not loaded yet, as a run's own may be a stranger's.
+    Raises UserError, and Outage where the run is in a store."""
+    from eagleray.runs.named_run import named_run
+
     tree = read(name, overrides, plugins)
     folder = Path(name).parent if name.endswith((".yaml", ".yml")) else None
-    return check(tree, name.rpartition("/")[2], folder=folder, named=named)
+    if tree.get("plugins") and not named and (run := named_run(name)):
+        folder = run.plugins()
+    return check(tree, name.rstrip("/").rpartition("/")[2], folder=folder, named=named)
 
 
 def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys of a recipe, which are not checked yet, and load no plug-in. The arguments are those of `load`.
-    Raises UserError."""
-    title, tree = bundled.read_recipe(name)
+    Raises UserError, and Outage."""
+    from eagleray.config import bundled
+    from eagleray.runs.named_run import named_run
+
+    run = named_run(name)
+    title, tree = bundled.read_recipe(str(run.file) if run else name)
+    if run:
+        tree["out"] = run.out  # it may have been moved
     for item in overrides:
         tree = config.merge(tree, config.override(item))
     if plugins:
@@ -305,6 +333,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
 
         check_method_class(entry)
     recipe: Recipe = _with_channels(config.check(Recipe, tree | {"plugins": listed}, source))
+    _check_view_count(recipe)
     if needs_boxes(recipe):
         _check_boxes(recipe)
     parts = [loading.plugin_of(recipe.method.name), loading.plugin_of(recipe.backbone.name, "backbone")]
@@ -313,20 +342,42 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
     return replace(recipe, plugins=(*recipe.plugins, *sorted(extra, key=lambda p: p.name)))
 
 
+def check_lanes(recipe: Recipe) -> None:
+    """Raises UserError when the lanes of a recipe do not divide its batch, or its ranks not the lanes."""
+    from eagleray.data.order import rows  # it imports NumPy, which showing a recipe does without
+
+    batch, lanes = recipe.optim.batch, recipe.data.lanes
+    if batch % lanes:
+        raise UserError(
+            f"optim.batch={batch} data.lanes={lanes}: a global batch of {batch} cannot be divided into {lanes} lanes: "
+            "the number of lanes must divide it"
+        )
+    for ranks in recipe.ranks:
+        rows(lanes, batch, ranks=ranks)
+
+
+def _check_view_count(recipe: Recipe) -> None:
+    """Raises UserError when the method works with another number of views."""
+    least, most = config.part_constant("eagleray.methods", recipe.method.name, "views")
+    if not least <= (views := sum(v.count for v in recipe.views)) <= most:
+        count = f"{least}" if least == most else f"{least} to {most}"
+        raise UserError(f"views: got {views}, but {recipe.method.name} works with {count}")
+
+
 def needs_boxes(recipe: Recipe) -> bool:
-    """Return whether the method reads where in the image each view lies."""
-    return bool(config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes"))
+    """Return whether the method reads where in the image each view lies; one that does without reads what is known."""
+    needs = config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes")
+    return not any(view.moving for view in recipe.views) if needs is None else bool(needs)
 
 
 def _check_boxes(recipe: Recipe) -> None:
     """Raises UserError when a view moves pixels after its crop."""
     for i, view in enumerate(recipe.views):
-        for key in MOVING:
-            if value := getattr(view, key):
-                raise UserError(
-                    f"views.{i}.{key}={list(value) if isinstance(value, tuple) else value}: may move pixels after the "
-                    f"crop, and {recipe.method.name} needs to know where in the image they are; leave it out"
-                )
+        for key, value in view.moving.items():
+            raise UserError(
+                f"views.{i}.{key}={list(value) if isinstance(value, tuple) else value}: may move pixels after the "
+                f"crop, and {recipe.method.name} needs to know where in the image they are; leave it out"
+            )
 
 
 def _with_channels(recipe: Recipe) -> Recipe:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eagleray import config
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.errors import UserError, explained, one_line
 from eagleray.config import plugins, yaml_text
 from eagleray.engine import checkpoint
 from eagleray.engine.export import read_export
@@ -59,10 +59,8 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
 
 def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
     """Return the method with the weights of a checkpoint's state. Raises UserError."""
-    try:
+    with explained(f"{path}: its recipe is not one of eagleray", yaml.YAMLError, ValueError):
         tree = yaml_text.parse(str(state["recipe"]))
-    except (yaml.YAMLError, ValueError) as e:
-        raise UserError(f"{path}: its recipe is not one of eagleray: {one_line(e)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: its recipe is not one of eagleray: expected keys and values")
     other = UserError(f"{path}: not a checkpoint written by eagleray: its values are of other types")
@@ -107,10 +105,8 @@ def _load(file: Path) -> Any:
     """Return the content of a checkpoint file. Raises UserError when it is missing, damaged or something else."""
     if file.with_suffix(".json").exists() and not checkpoint.intact(file):
         raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
-    try:
+    with explained(f"{file}: not a checkpoint written by eagleray", Exception):  # torch reports damage in many ways
         return checkpoint.read(file)
-    except Exception as e:  # torch reports a damaged file in many ways
-        raise UserError(f"{file}: not a checkpoint written by eagleray ({type(e).__name__})") from None
 
 
 def pretrained(source: str) -> Weights:

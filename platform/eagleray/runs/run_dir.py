@@ -9,29 +9,29 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagleray.base import files
 from eagleray.base.errors import Futile, Outage, Preempted, UserError, one_line
 from eagleray.base.files import JsonLines, read_history, read_lines
 from eagleray.engine import checkpoint, sharded_checkpoint
-from eagleray.engine.checkpoint_names import last_epoch
+from eagleray.engine.checkpoint_files import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout
 from eagleray.runs.attempts import Attempts
+from eagleray.runs.background import side_work
 from eagleray.runs.health import AT_END, KINDS, Finding, words
-from eagleray.runs.lease import Lease
-from eagleray.runs.mirror import Mirror
-from eagleray.runs.mlflow_log import MLflow
-from eagleray.runs.mlflow_run import RESULTS
-from eagleray.runs.plots import draw
 from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.run_store import FolderClaim, run_store
-from eagleray.runs.sinks import Sinks
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.runs.summary import CHECKED, HEALTH, UNCHECKED, read_summary
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import store
+
+if TYPE_CHECKING:  # rank 0 alone imports them, and what a run in a bucket needs is imported there
+    from eagleray.runs.bucket_files import Mirror
+    from eagleray.runs.lease import Lease
+    from eagleray.runs.mlflow_log import MLflow
 
 log = logging.getLogger(__name__)
 STARTS = 16  # a command gives up after this many starts in a row without a new checkpoint; it can be given again
@@ -109,7 +109,7 @@ class RunDir:
         if self.mirror:
             self._at_end(self.mirror.close)
 
-    def _hold(self) -> FolderClaim | Lease:
+    def _hold(self) -> "FolderClaim | Lease":
         after, patience = last_epoch(checkpoint.blobs_of(self.checkpoints)), 60 * self.recipe.data.patience
         return self.store.claim(layout.OWNER, self.command, log.info, after=after, patience=patience)
 
@@ -135,10 +135,8 @@ class RunDir:
         and the rest is closed."""
 
         def attempt() -> None:
-            try:
+            with side_work(f"closing {self.out}"):
                 close()
-            except Exception as e:
-                log.warning("closing %s: %s", self.out, one_line(e))
 
         self.closing.callback(attempt)
 
@@ -156,8 +154,8 @@ class RunDir:
         *,
         lengths: Mapping[str, int] | None,
         **about: Any,
-    ) -> int:
-        """Open the histories at a step, and return it. `inputs` are the data sets that are read, and `lengths` is what
+    ) -> None:
+        """Open the histories at a step. `inputs` are the data sets that are read, and `lengths` is what
         the method of this name returned when a checkpoint of this step was saved, or None without one. What there is to
         say `about` this start goes into its line of starts.jsonl. Raises Futile after many starts without progress, and
         UserError when a package is missing that the recipe asks for."""
@@ -179,13 +177,15 @@ class RunDir:
             self.histories = (self.skipped, self.metrics, self.steps, self.findings)
             if self.mirror:
                 self.mirror.start()  # no line of a history is dropped any more
+            from eagleray.runs.mlflow_log import MLflow
+            from eagleray.runs.sinks import Sinks
+
             self.sinks = Sinks(self.recipe.track.also, self.path, step, flat(self.recipe))
             self._at_end(self.sinks.close)
             self._at_end(self._write_late)
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs, step)
             if lengths is not None:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
-        return step
 
     def lengths(self) -> dict[str, int]:
         """Return how many lines those histories have on rank 0 that a start cannot cut off at its step."""
@@ -340,10 +340,10 @@ class RunDir:
             log.info("not checked: %s", "; ".join(summary[UNCHECKED]))
         files.write_atomic(self.path / layout.SUMMARY, json.dumps(summary, indent=1))
         self._send({"step": summary["steps"] + 1} | summary)
-        try:
+        with side_work(f"{layout.HEALTH_PLOT} was not drawn"):  # matplotlib may be missing
+            from eagleray.runs.plots import draw
+
             draw(self.path)
-        except Exception as e:  # no picture is worth a run, and matplotlib may be missing
-            log.warning("health.png was not drawn: %s", one_line(e))
         assert self.mlflow is not None
         self.mlflow.close("FINISHED", self._results())
         self.mlflow = None
@@ -351,13 +351,13 @@ class RunDir:
     def _results(self) -> list[Path]:
         """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
         its checkpoints are, if it has any."""
-        try:
+        with side_work(f"{layout.PLACES} was not written"):
             has_any = checkpoint.blobs_of(self.checkpoints)  # a run that failed early has no folder of them
             blobs = store(self.out).list(f"{self.checkpoints}/", "step-") if has_any else []
             places = [asdict(b) for b in sorted(blobs, key=lambda b: b.url) if not b.url.endswith(".json")]
             files.write_atomic(self.path / layout.PLACES, json.dumps(places, indent=1))
-        except (UserError, Outage, OSError) as e:
-            log.warning("%s was not written: %s", layout.PLACES, one_line(e))
+        from eagleray.runs.mlflow_run import RESULTS
+
         return [path for name in RESULTS if (path := self.path / name).exists()]
 
 

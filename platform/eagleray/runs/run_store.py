@@ -6,18 +6,19 @@ run in a bucket they lie in the cache of this machine, and differ, as rank 0 and
 
 import contextlib
 import socket
-import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagleray.base import files
-from eagleray.base.errors import Busy, Outage, UserError
-from eagleray.runs import layout, lease
-from eagleray.runs.copy_of_run import Copy
-from eagleray.runs.histories import histories, part_url
-from eagleray.runs.mirror import Mirror
+from eagleray.base.errors import Busy, Outage, explained
+from eagleray.runs import layout
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
+
+if TYPE_CHECKING:
+    from eagleray.runs.bucket_files import Mirror
+    from eagleray.runs.lease import Lease
 
 Say = Callable[[str], None]
 SOON = 3.0  # seconds in which a process of this machine that was killed lets go of its run
@@ -59,11 +60,10 @@ class RunStore:
         self.out, self.view, self.work = out, folder, folder
 
     def get(self, name: str) -> str | None:
-        """Return the text of a file, or None when there is none."""
-        try:
-            return store.store(self.out).get(f"{self.out}/{name}").decode()
-        except FileNotFoundError:
-            return None
+        """Return the text of a file, or None when there is none. Raises UserError when it is no text."""
+        url = f"{self.out}/{name}"
+        with explained(f"{url}: is no text", UnicodeDecodeError):
+            return None if (data := store.find(url)) is None else data.decode()
 
     def put(self, name: str, text: str | bytes) -> None:
         """Write a small file for other processes of the run. Raises OSError when it cannot be written."""
@@ -96,13 +96,10 @@ class RunStore:
 
     def check_writable(self) -> None:
         """Create the run's folder. Raises UserError when nothing can be written to it."""
-        try:
+        with explained(f"out={self.out}: cannot be written", OSError, Outage):
             self.view.mkdir(parents=True, exist_ok=True)
             self.put(".probe", " " * 4096)  # a full disk has room for the name of a file, and for no content
             self.delete(".probe")
-        except (OSError, Outage) as e:
-            why = e.strerror if isinstance(e, OSError) else None
-            raise UserError(f"out={self.out}: cannot be written: {why or e}") from None
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return a context for a process that reads a file and writes it again. A bucket has no locks: of two processes
@@ -111,7 +108,7 @@ class RunStore:
 
     def claim(
         self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE
-    ) -> FolderClaim | lease.Lease:
+    ) -> "FolderClaim | Lease":
         """Hold the run under a name, such as that of the rank that writes. `say` gets a line before a wait.
 
         The claim's epoch is `after` or, in a bucket, above it. Raises Busy when a process of another command holds the
@@ -151,67 +148,17 @@ class RunStore:
             files.sync_file(path)
         files.sync_folder(self.work)
 
-    def mirror(self, claim: FolderClaim | lease.Lease) -> Mirror | None:
+    def mirror(self, claim: "FolderClaim | Lease") -> "Mirror | None":
         """Bring the files of earlier starts into `work`, and return what uploads those that the holder of the run
         writes there, or None where they are in their place."""
         return None
 
 
-class BucketRun(RunStore):
-    """A run in a bucket. Its files are copied to the machines that read it, and from the one where rank 0 is."""
-
-    def __init__(self, out: str) -> None:
-        name = f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}"
-        cache = files.cache_folder("runs") / name
-        self.out, self.view, self.work = out, cache / "view", cache / "work"
-
-    def share(self, path: Path) -> None:
-        folder = self.work if path.is_relative_to(self.work) else self.view
-        self.put(str(path.relative_to(folder)), path.read_bytes())
-
-    def list(self, start: str = "") -> list[Blob]:
-        return store.store(self.out).list(f"{self.out}/", start)
-
-    def append(self, name: str, text: str) -> None:
-        history = histories(self.list(name)).get(name)
-        last = history.parts[-1].epoch if history else 0
-        store.put_bytes(part_url(self.out, name, last, history.end if history else 0), text.encode())
-
-    def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
-        Copy(self.out, folder := self.work if work else self.view, inside).fetch()
-        return folder
-
-    def following(self) -> contextlib.AbstractContextManager[object]:
-        return Copy(self.out, self.view)
-
-    def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def claim(self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE) -> lease.Lease:
-        claim = lease.Lease(self.out, name, command)
-        claim.claim(after, say)
-        claim.start()
-        if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
-            try:
-                claim.at_end = super().claim(name, command, say, patience=patience).close
-            except BaseException:
-                claim.close()
-                raise
-        return claim
-
-    def wait_until_free(self, name: str, say: Say) -> None:
-        lease.wait_until_silent(self.out, name, say)
-
-    def is_claimed(self, name: str = layout.OWNER) -> bool:
-        found = lease.holder(self.out, name)
-        return found is not None and found.alive
-
-    def mirror(self, claim: FolderClaim | lease.Lease) -> Mirror:
-        assert isinstance(claim, lease.Lease)
-        return Mirror(self.out, self.work, claim)
-
-
 def run_store(out: str | Path) -> RunStore:
     """Return the files of the run in a folder or at a URL."""
     folder = store.folder_of(str(out))
-    return BucketRun(str(out)) if folder is None else RunStore(str(out), folder)
+    if folder is not None:
+        return RunStore(str(out), folder)
+    from eagleray.runs.bucket_files import BucketRun
+
+    return BucketRun(str(out))

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.errors import UserError, explained, one_line
 from eagleray.runs import layout
 
 log = logging.getLogger(__name__)
@@ -77,10 +77,9 @@ SINKS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 def package(module: str, name: str) -> ModuleType:
     """Import a module of an optional package. Raises UserError where it is not installed."""
-    try:
+    missing = f"track.also: needs the package {name}, which is not installed; `pip install {name}`"
+    with explained(missing, ImportError, why=False):
         return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"track.also: needs the package {name}, which is not installed; `pip install {name}`") from None
 
 
 class Sinks:

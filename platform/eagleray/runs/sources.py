@@ -1,11 +1,17 @@
-"""Find the weights that a recipe or a command names, before PyTorch is imported to read them."""
+"""Find the weights and data that a recipe or a command names, before PyTorch is imported to read them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.engine.checkpoint_names import names_in
+from eagleray.base.files import read_history
+from eagleray.config.source import Source
+from eagleray.engine.checkpoint_files import names_in
 from eagleray.engine.export_files import FILE, export_in
+from eagleray.models.names import has_model
 from eagleray.models.network import TIMM, is_public
+from eagleray.runs import layout
+from eagleray.runs.recipe import TEACHER, Recipe
 from eagleray.storage import store
 
 # No name of timm ends in one of them.
@@ -17,12 +23,38 @@ def absolute(source: str) -> str:
     if is_public(source) or "://" in source:
         return source
     path = Path(source)
-    if len(path.parts) == 1 and path.suffix not in FILES and not path.exists():
-        import timm
-
-        if timm.is_model(source.partition(".")[0]):
-            return TIMM + source
+    if len(path.parts) == 1 and path.suffix not in FILES and not path.exists() and has_model(source):
+        return TIMM + source
     return store.absolute(source)
+
+
+def resolve_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths, as a worker's working folder is not the user's. Raises UserError."""
+
+    def all_of(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
+        return sources and tuple(
+            replace(
+                s,
+                url=store.absolute(s.url),
+                exclude=s.exclude and store.absolute(s.exclude),
+                columns=tuple(map(store.absolute, s.columns)),
+            )
+            for s in sources
+        )
+
+    store.check_writable(recipe.out, "out")
+    cache = recipe.data.cache and store.absolute(recipe.data.cache)
+    data = replace(recipe.data, train=all_of(recipe.data.train), test=all_of(recipe.data.test), cache=cache)
+    source = recipe.backbone.weights and absolute(recipe.backbone.weights)
+    network = replace(recipe.backbone, weights=source)
+    start = recipe.start and recipe.start.at(absolute(recipe.start.source))
+    out, method = store.absolute(recipe.out.rstrip("/")), recipe.method
+    if teacher := recipe.teacher:
+        if teacher.weights is None:
+            raise UserError(f"{TEACHER}: missing; expected what start.from may name: a run, an export, timm:NAME, ...")
+        named = replace(teacher, weights=absolute(teacher.weights))
+        method = replace(method, args=method.args | {"teacher": named})
+    return replace(recipe, out=out, data=data, backbone=network, start=start, method=method)
 
 
 def check_exists(source: str, key: str = "") -> None:
@@ -30,6 +62,11 @@ def check_exists(source: str, key: str = "") -> None:
     if not store.may_exist(source):
         given = f"{key}={source}" if key else source
         raise UserError(f"{given}: no such run, checkpoint or file; a timm model is named timm:NAME")
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether the run in a folder has taken steps, and takes nothing over any more."""
+    return bool(read_history(folder / layout.METRICS))
 
 
 def check_run(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Start a run from what another has learnt: a backbone, the parts of a method that two methods share, or all of it.
+"""Build the method of a run with the weights that it begins with: random ones, public ones, or those of another run.
 
 A method's tensors are compared by common names, in which the trained encoder is `student` and its momentum copy
 `teacher`: MoCo v3's `base_encoder.head` and BYOL's `online.head` are both `student.head`.
@@ -14,29 +14,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eagleray.base.errors import UserError, one_line
+from eagleray.base.errors import UserError, explained, named
 from eagleray.base.text import aligned
+from eagleray.engine.checkpoint_files import sha256
 from eagleray.engine.export import read_export
 from eagleray.engine.export_files import FILE, HEADS, export_in
 from eagleray.engine.optim import lay_out_moments
-from eagleray.engine.serialise import sha256
 from eagleray.methods.method import Method
 from eagleray.models import layouts, weights
-from eagleray.models.backbone import Encoder, encoder_with
+from eagleray.models.backbone import Backbone, Encoder, encoder_with
 from eagleray.models.ema import momentum_copies
 from eagleray.models.layouts import STUDENT, TEACHER
-from eagleray.models.weights import Report, Weights
+from eagleray.models.pixels import OURS, conversion
+from eagleray.models.weights import FillReport, Weights
+from eagleray.runs import layout
+from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe, Start
-from eagleray.runs.restore import Restored, file_tensors, public_weights, read_state, restored
+from eagleray.runs.restore import Restored, file_tensors, pretrained, public_weights, read_state, restored
 
 log = logging.getLogger(__name__)
 KEY = "start.from"  # errors name this key of a recipe
 
 
 @dataclass(frozen=True)
-class Source:
+class StartSource:
     """The weights, heads and moments that a run may start from."""
 
     weights: Weights  # the backbone that the source's method exports
@@ -55,24 +58,21 @@ class PartOrigin(NamedTuple):
     text: str
 
 
+class Note(NamedTuple):
+    """The lines that tell a person what a run takes over from one source of weights."""
+
+    file: str  # the file in the run's folder that keeps `lines`
+    said: list[str]  # the command prints these; the last one leads to the file
+    lines: list[str]
+    warning: str  # what is wrong with the colours of the weights; empty if nothing is
+
+
 class Started(NamedTuple):
-    """A method that has taken over what `start` names."""
+    """A method with the weights that its run begins with."""
 
     method: Method
-    source: Source
-    rows: list[PartOrigin]
-    report: Report  # what was filled of the backbone
-
-    def table(self) -> Iterator[str]:
-        """Yield a line that names the source, then one for each part of the method and of the source."""
-        yield f"started from {self.source.weights.source} ({self.source.about})"
-        yield from aligned([HEAD, *self.rows])
-
-    def lines(self) -> Iterator[str]:
-        """Yield the table, then a line for every tensor of the backbone."""
-        yield from self.table()
-        yield ""
-        yield from self.report.lines()
+    source: StartSource | None  # what `start` names
+    notes: list[Note]
 
 
 HEAD = PartOrigin("part", "from", "what was taken over")
@@ -84,7 +84,7 @@ def weights_of(name: str, key: str) -> Weights:
     return _read(name, key).weights
 
 
-def read(start: Start) -> Source:
+def read(start: Start) -> StartSource:
     """Return what `start.from` names. Raises UserError when it cannot be read, or holds less than `start.what`."""
     source = _read(start.source, KEY)
     if start.what != "backbone" and not source.backbones:
@@ -96,45 +96,41 @@ def read(start: Start) -> Source:
     return source
 
 
-def _read(name: str, key: str) -> Source:
+def _read(name: str, key: str) -> StartSource:
     if public := public_weights(name, key):
-        return Source(public, "public weights", {}, {})
+        return StartSource(public, "public weights", {}, {})
     if file := export_in(name):
         return _of_export(name, file, key)
     if (found := file_tensors(name, key)) is None:
         return _of_run(name, key)
     layout = layouts.recognise(found)
     if layout is None:
-        return Source(weights.from_tensors(name, found, key), "a file of tensors", {}, {})
+        return StartSource(weights.from_tensors(name, found, key), "a file of tensors", {}, {})
     heads = layout.heads
     backbones = {role: Weights(name, state, heads, key) for role, state in layout.backbones.items() if state}
     if layout.exported not in backbones:
         raise UserError(f"{key}={name}: a checkpoint of {layout.authors} without a backbone")
     about = f"a checkpoint of {layout.authors}'s authors"
-    return Source(backbones[layout.exported], about, backbones, layout.parts)
+    return StartSource(backbones[layout.exported], about, backbones, layout.parts)
 
 
-def _of_export(name: str, file: Path, key: str) -> Source:
+def _of_export(name: str, file: Path, key: str) -> StartSource:
     """Return an exported backbone, with the heads that were exported with it. Raises UserError."""
     heads = file.with_name(HEADS)
-    try:
+    with named(f"{key}={name}"), explained(f"{heads}: cannot be read", SafetensorError):
         backbone = weights.from_module(name, read_export(file).backbone.model, key)
         if file.name != FILE or not heads.exists():
-            return Source(backbone, "an export", {}, {})
+            return StartSource(backbone, "an export", {}, {})
         with safe_open(heads, "pt") as opened:
             about = opened.metadata() or {}
             role = about.get("backbone") or STUDENT
             if about.get("sha256") != sha256(file):  # the backbone was exported again
-                return Source(backbone, f"an export whose {HEADS} is of other weights", {}, {})
+                return StartSource(backbone, f"an export whose {HEADS} is of other weights", {}, {})
             parts = {part: opened.get_tensor(part) for part in opened.keys()}  # noqa: SIM118  it is no dictionary
-    except SafetensorError as e:
-        raise UserError(f"{key}={name}: {heads}: cannot be read: {one_line(e)}") from None
-    except UserError as e:
-        raise UserError(f"{key}={name}: {e}") from None
-    return Source(backbone, "an export with heads", {role: backbone}, parts)
+    return StartSource(backbone, "an export with heads", {role: backbone}, parts)
 
 
-def _of_run(name: str, key: str) -> Source:
+def _of_run(name: str, key: str) -> StartSource:
     """Return what a run of ours has learnt. Raises UserError."""
     try:
         state, folder = read_state(name)
@@ -147,7 +143,7 @@ def _of_run(name: str, key: str) -> Source:
     }
     step = f" after {state['step']} steps" if "step" in state else ""
     exported = weights.from_module(name, method.export().model, key)
-    return Source(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts_of(method), state, run)
+    return StartSource(exported, f"a run of {run.recipe.method.name}{step}", backbones, parts_of(method), state, run)
 
 
 def encoders(method: Method) -> dict[str, Encoder[nn.Module]]:
@@ -191,25 +187,45 @@ def part_of(common: str) -> str:
 
 
 def build_started(recipe: Recipe, images: int) -> Started:
-    """Build the method of a recipe and let it take over what `start` names. `images` is the size of the training set.
+    """Build the method of a recipe with the weights that `start`, `backbone.weights` and `method.teacher.weights` name.
+    `images` is the size of the training set. Raises UserError when a source does not fit."""
+    if recipe.start:
+        source = read(recipe.start)
+        method = build_method(recipe, lambda network: weights.fill(network, source.weights))
+        method.allocate(images)
+        started = Started(method, source, [take_over(method, source, recipe.start.what)])
+    else:
+        reports = list[FillReport]()
+        given = pretrained(recipe.backbone.weights) if recipe.backbone.weights else None
+        method = build_method(recipe, (lambda network: reports.append(weights.fill(network, given))) if given else None)
+        method.allocate(images)
+        started = Started(method, None, [note(layout.WEIGHTS, str(report), report) for report in reports])
+    if recipe.teacher and recipe.teacher.weights:
+        report = teach(method, recipe.teacher.weights)
+        started.notes.append(note(layout.TEACHER, f"teacher: {report}", report))
+    return started
 
-    Raises UserError when the source does not fit."""
-    assert recipe.start is not None
-    source = read(recipe.start)
-    method = build_method(recipe, source.weights)
-    method.allocate(images)
+
+def note(file: str, said: str, report: FillReport) -> Note:
+    """Return what is said of weights that fill one backbone."""
+    return Note(file, [said], list(report.lines()), report.warning)
+
+
+def take_over(method: Method, source: StartSource, what: str) -> Note:
+    """Let a method take over the backbone or all parts that a source has, and return what was made of each."""
     report = weights.fill(method.export(), source.weights, whole=True)
-    if recipe.start.what == "backbone":
+    if what == "backbone":
         roles = encoders(method)
         rows = [PartOrigin(f"{role}.backbone", "backbone", _counts(report)) for role in roles]
         fresh = {part_of(name) for name in common_names(method).values()} - {row.part for row in rows}
         rows += [PartOrigin(part, "", "new: start.what=backbone") for part in sorted(fresh)]
     else:
         rows = list(take_method(method, source))
-    return Started(method, source, rows, report)
+    table = [f"started from {source.weights.source} ({source.about})", *aligned([HEAD, *rows])]
+    return Note(layout.START, [*table, "every tensor of the backbone"], [*table, "", *report.lines()], report.warning)
 
 
-def take_method(method: Method, source: Source) -> Iterator[PartOrigin]:
+def take_method(method: Method, source: StartSource) -> Iterator[PartOrigin]:
     """Copy the parts of the source that the method has too, each as a whole, and yield what was made of each."""
     for role, encoder in encoders(method).items():
         given = source.backbones.get(role, source.weights)
@@ -251,30 +267,31 @@ def _other_role(part: str) -> str:
 def _difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
     """Return why the tensors of a part do not fit; empty when they do."""
     for key in (*own, *theirs):
-        sizes = [weights.size(t[key]) if key in t else "none" for t in (own, theirs)]
+        sizes = [weights.shape_text(t[key]) if key in t else "none" for t in (own, theirs)]
         if sizes[0] != sizes[1]:
             return f"{key.removeprefix('.') or 'the tensor'} is {sizes[0]}, in the source {sizes[1]}"
     return ""
 
 
-def _counts(report: Report) -> str:
+def _counts(report: FillReport) -> str:
     counts = {"matched": report.matched, "resized": report.resized, "missing": report.missing}
     return ", ".join(f"{len(keys)} tensors {kind}" for kind, keys in counts.items() if keys)
 
 
-def take_progress(plan: Plan, method: Method, optimizer: torch.optim.Optimizer, source: Source) -> int:
+def take_progress(plan: Plan, started: Started, optimizer: torch.optim.Optimizer) -> int:
     """Return the first step of the run: 0, unless `start.what=all` takes over the steps of the source. Then copy the
     moments of the parameters that both methods have. Raises UserError when they do not fit."""
-    recipe = plan.recipe
+    check_progress(plan, started)
+    recipe, source = plan.recipe, started.source
     if recipe.start is None or recipe.start.what != "all":
         return 0
-    assert source.run is not None
-    assert source.state is not None
-    check_progress(plan, source)
+    assert source
+    assert source.run
+    assert source.state
     theirs = build_optimizer(source.run.recipe, source.run.method)
     theirs.load_state_dict(source.state["optimizer"])
     moments = {name: theirs.state[p] for name, p in _parameters(source.run.method) if theirs.state.get(p)}
-    for name, p in _parameters(method):
+    for name, p in _parameters(started.method):
         there = moments.get(name, {})
         if p.requires_grad and there and all(v.shape in ((), p.shape) for v in there.values()):
             optimizer.state[p] = {key: v.to(p.device, copy=True) for key, v in there.items()}
@@ -282,10 +299,11 @@ def take_progress(plan: Plan, method: Method, optimizer: torch.optim.Optimizer, 
     return int(source.state["step"])
 
 
-def check_progress(plan: Plan, source: Source) -> None:
-    """Raises UserError when the run cannot take over the moments and the step of a source."""
-    assert source.run is not None
-    assert source.state is not None
+def check_progress(plan: Plan, started: Started) -> None:
+    """Raises UserError when `start.what=all` and the run cannot take over the moments and the step of its source."""
+    start, source = plan.recipe.start, started.source
+    if start is None or start.what != "all" or source is None or source.run is None or source.state is None:
+        return
     name, here, there = plan.recipe.optim.name, f"{KEY}={source.weights.source}", source.run.recipe.optim.name
     if name != there:
         raise UserError(
@@ -302,3 +320,13 @@ def _parameters(method: Method) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a method with their common names."""
     common = common_names(method)
     yield from ((common[name], p) for name, p in method.named_parameters())
+
+
+def teach(method: Method, source: str) -> FillReport:
+    """Give the frozen teacher of a method, such as `distill`, the weights of a source, as `start.from` names them, and
+    the colours that they were trained with. Raises UserError when the weights do not fit."""
+    teacher, given = method.get_submodule("teacher"), weights_of(source, recipes.TEACHER)
+    assert isinstance(teacher, Backbone)
+    report = weights.fill(teacher, given.unconverted(), whole=True)
+    method.get_buffer("colours").copy_(conversion(given.pixels or OURS).view(2, 3, 1, 1))
+    return report

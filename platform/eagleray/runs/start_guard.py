@@ -1,9 +1,10 @@
-"""Watch what a run has started from: how far its features are from those at the start, and whether they are lost.
+"""Watch what a run has started from, and anchor it there: how far features are from those at the start.
 
 A few training images are embedded at the start and again from time to time, more often in the first steps, in which
-most starts that are lost are lost.
+most starts that are lost are lost. Gram anchoring keeps patches as similar to each other as at the start.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,26 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagleray.base import dist
+from eagleray.config.schedule import Progress
 from eagleray.config.types import Format
+from eagleray.data.batch import Batch
 from eagleray.engine.precision import autocast
+from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import labelled_samples, subset
 from eagleray.protocols.image_batches import Reading, batches
 from eagleray.protocols.knn import vote
-from eagleray.runs.feature_metrics import effective_rank
 from eagleray.runs.health import LOST_START, Finding
 from eagleray.runs.metrics import START_CKA, START_KNN, START_RANK
+from eagleray.runs.monitor import effective_rank
 from eagleray.runs.plan import Plan
+from eagleray.runs.recipe import Recipe
 from eagleray.views.photometric import normalise
 
 LEAST, MOST = 1024, 2048  # images that are compared; in between eight batches of the training
 BATCH = 64  # images in the backbone at once
 K, TEMPERATURE = 20, 0.07  # settings of kNN among these images
-SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # below this share of the start's number a finding says that it is being lost
+SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # a number below this share of its value at the start is reported as lost
 ERRORS = 2  # standard errors of the kNN accuracy that count as its noise
 
 
@@ -207,3 +212,45 @@ def top1(features: Tensor, labels: Tensor) -> float:
     cosine = (features @ features.T).fill_diagonal_(-1.0)
     votes = vote(cosine, labels, classes=int(labels.max()) + 1, k=min(K, len(labels) - 1), temperature=TEMPERATURE)
     return 100 * float((votes.argmax(1) == labels).float().mean())
+
+
+class Anchor:
+    """A frozen copy of the backbone at the start, which is part of the checkpoints; none without `start.anchor`."""
+
+    def __init__(self, recipe: Recipe, method: Method) -> None:
+        """Copy the backbone that the method exports, after it has taken over what `start` names."""
+        self.weight = recipe.start.anchor if recipe.start else 0.0
+        self.backbone = copy.deepcopy(method.export()).requires_grad_(False).eval() if self.weight else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.backbone.state_dict() if self.backbone else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.backbone:
+            self.backbone.load_state_dict(state)
+
+    def joined(self, method: Method) -> nn.Module:
+        """Return a module that is called as the method is, and whose loss includes the anchor's."""
+        return Anchored(method, self.backbone, self.weight) if self.backbone else method
+
+
+class Anchored(nn.Module):
+    """A method whose loss includes that of an anchor, by the patches of the first view."""
+
+    def __init__(self, method: Method, backbone: Backbone, weight: float) -> None:
+        super().__init__()
+        from eagleray.losses.gram import gram_loss
+        from eagleray.runs.start import STUDENT, encoders
+
+        self.method, self.weight, self.gram_loss = method, weight, gram_loss
+        self.anchor = [backbone]  # a list keeps it out of this module's parameters: it neither trains nor is averaged
+        self.trained = [encoders(method)[STUDENT].backbone]
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        """Return the scalars of the method and `anchor`, which `loss` includes."""
+        out: dict[str, Tensor] = self.method(batch, at)
+        [anchor], [trained] = self.anchor, self.trained
+        with torch.no_grad():
+            before = anchor(batch.views[0]).patches
+        anchored = self.gram_loss(trained(batch.views[0]).patches, before)
+        return out | {"loss": out["loss"] + self.weight * anchored, "anchor": anchored}

@@ -1,5 +1,6 @@
 """Collect the numbers between two lines of metrics.jsonl: times of waiting, values of steps, bad samples."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,12 @@ from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Quarantine
 from eagleray.engine.loop import Step
 from eagleray.engine.world import World
-from eagleray.runs import layout, local_forecast, metrics
-from eagleray.runs.health import Health
+from eagleray.runs import layout, metrics
+from eagleray.runs.health import Health, Spikes
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
-from eagleray.runs.spikes import Spikes
+from eagleray.runs.run_store import run_store
 
 OF_STEPS = (metrics.LOSS, metrics.GRAD_NORM)  # the values in steps.jsonl
 SKIPS = 3  # steps in a row without a finite gradient that end the run
@@ -128,7 +129,7 @@ class StepLog:
         self.health = Health(line.spikes, p.lr.value, p.frozen_steps)
         for record in folder.records():
             self.health.look(record)  # a finding from before a restart is not reported again
-        self.forecast = dist.from_rank_zero(partial(local_forecast.read_forecast, folder.out))
+        self.forecast = dist.from_rank_zero(partial(read_forecast, folder.out))
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.taken = 0  # steps since the last line that this process has taken
@@ -194,7 +195,7 @@ class StepLog:
 
     def _of_device(self, images_per_s: float, at: Progress) -> dict[str, float]:
         """Return how well the accelerator's peak is used, where it is known, and how much memory this rank took."""
-        found = {metrics.MFU: local_forecast.utilisation(self.forecast, images_per_s, self.world.size, at.epoch)}
+        found = {metrics.MFU: utilisation(self.forecast, images_per_s, self.world.size, at.epoch)}
         if devices.is_accelerator(self.world.device):
             found[metrics.MEMORY_PEAK] = devices.memory_peak(self.world.device)
         return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}
@@ -217,3 +218,15 @@ class StepLog:
     def _keys(self, index: Tensor) -> list[str]:
         """Return the shard and key of images, by their position in the data."""
         return [self.p.index.key(i) for i in index.tolist()]
+
+
+def read_forecast(out: str) -> dict[str, Any]:
+    """Return the stored forecast of a run as plain values; empty where there is none."""
+    return dict(json.loads(run_store(out).get(layout.FORECAST) or "{}"))
+
+
+def utilisation(stored: dict[str, Any], images_per_s: float, ranks: int, epoch: float) -> float | None:
+    """Return the model FLOP utilisation of a run in an epoch, or None where its device's peak is not known."""
+    peak = stored.get("peak_flops")
+    phase = next((phase for phase in stored.get("phases", ()) if epoch < phase["until"]), stored)
+    return images_per_s * phase["flops_per_image"] / (ranks * peak) if peak else None

@@ -1,15 +1,21 @@
 """Trace one real training step without computing it: its memory at the peak, its FLOPs and the bytes that it moves.
 
 The method, the optimiser, the monitor and the loop are those of a run, on tensors that have shapes but no values
-(PyTorch's FakeTensor), so a step of any size is traced in seconds on any machine. FLOPs are counted as
-`torch.utils.flop_counter` counts them.
+(PyTorch's FakeTensor), so a step of any size is traced in seconds on any machine, as a CPU or a GPU takes it. FLOPs are
+counted as `torch.utils.flop_counter` counts them.
+
+Where FSDP divides the weights among ranks (Zhao et al. 2023, arXiv:2304.11277), what a rank holds beside its share
+follows engine/sharded.py: weights outside of blocks are gathered for the whole step, those of blocks two at a time, one
+that computes and one that is fetched. Gradients are whole as long.
 """
 
 import contextlib
+import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,35 +23,47 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from eagleray.base import devices
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.loop import Step
 from eagleray.engine.precision import Precision
+from eagleray.losses import softmax
 from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+from eagleray.models.batch_norm import sync_batch_norms
 from eagleray.models.ema import momentum_copies
-from eagleray.runs.anchor import Anchor
+from eagleray.models.stages import blocks
+from eagleray.runs.accelerators import ATTENTION, CONV, FUNCTION, MATMUL, MOVE, NORM
+from eagleray.runs.as_on_gpu import as_on_gpu, exchange_moments
 from eagleray.runs.build import build_method, build_optimizer, make_trainer
+from eagleray.runs.checks import keys_of_whole_weights
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
+from eagleray.runs.start_guard import Anchor
 from eagleray.views.sampling import Views
 
-CPU = torch.device("cpu")
+CPU = devices.CPU
 LONG = 4  # micro-batches that are traced; a step of more of them is extended from the traces of two numbers of them
 MIDDLE = Progress(500, 10, 100)  # a step in the middle of training, when nothing is frozen
 WEIGHTS, TEACHER, BUFFERS, MOMENTS = "weights", "teacher", "buffers", "moments"
 GRADIENTS, IMAGES, ACTIVATIONS = "gradients", "images", "activations"
+GATHERED = "gathered"  # weights and gradients that are whole for a while
+AT_ONCE = 2  # blocks whose weights are gathered at the same time
 
 # Operations by what limits them, by the first part of their names; all others move memory.
-MATMUL, CONV, ATTENTION, NORM, FUNCTION, MOVE = "matmul", "conv", "attention", "norm", "function", "move"
 NAMES = {
     MATMUL: ("mm", "addmm", "bmm", "baddbmm"),
     CONV: ("convolution", "_convolution"),
-    ATTENTION: ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
+    ATTENTION: ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "attend_"),
     NORM: ("native_layer_norm", "native_batch_norm", "_batch_norm", "native_group_norm"),
     FUNCTION: ("gelu", "_softmax", "_log_softmax", "exp", "erf", "tanh", "sigmoid", "silu", "log"),
 }
+
+
+register_flop_formula(torch.ops.eagleray.attend_prototypes)(softmax.flops)
 
 
 class Work(NamedTuple):
@@ -68,6 +86,7 @@ class StepTrace:
     repeated: float  # FLOPs of activations that are computed again in the backward pass
     work: dict[Work, float]  # how often each operation is done
     operations: float  # dispatched by the host
+    exchanges: dict[int, float] = field(default_factory=dict)  # how often ranks sum up so many bytes, and wait for it
 
     @property
     def peak(self) -> int:
@@ -81,16 +100,19 @@ class StepTrace:
         def line(a: float, b: float) -> float:
             return a + (b - a) * times
 
-        memory = {k: round(line(self.memory.get(k, 0), longer.memory.get(k, 0))) for k in self.memory | longer.memory}
-        work = {w: line(self.work.get(w, 0), longer.work.get(w, 0)) for w in self.work | longer.work}
+        def lines(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, float]:
+            return {key: line(a.get(key, 0), b.get(key, 0)) for key in a | b}
+
+        memory = {kind: round(size) for kind, size in lines(self.memory, longer.memory).items()}
         return StepTrace(
             images,
             memory,
             self.gradients,
             line(self.flops, longer.flops),
             line(self.repeated, longer.repeated),
-            work,
+            lines(self.work, longer.work),
             line(self.operations, longer.operations),
+            lines(self.exchanges, longer.exchanges),
         )
 
 
@@ -104,6 +126,7 @@ class Tracer(TorchDispatchMode):
         self.now = self.peak = 0
         self.flops, self.repeated, self.operations = 0, 0, 0
         self.work: Counter[Work] = Counter()
+        self.exchanges: Counter[int] = Counter()
         self._storages: dict[int, list[Any]] = {}  # bytes, kind and weak reference of each storage, by its id
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -142,34 +165,68 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:  # a number that a method draws, such as mixup's share
             return 0.5 if args[0].dtype.is_floating_point else 1
-        out = func(*args, **kwargs)
+        if func is torch.ops.aten._pin_memory.default:  # FakeTensors lack it; a copy to the device follows
+            self._count(torch.ops.aten._to_copy.default, args, {}, args[0], args)
+            return args[0]
+        out = FASTER.get(func, func)(*args, **kwargs)
         outs = list(_tensors(out))
-        new = [self._add(t) for t in outs]
-        if any(new) or func._schema.is_mutable:
+        for t in outs:
+            self._add(t)
+        if func.namespace == "c10d":
+            largest = max(t.nbytes for t in _tensors(args))
+            # Where nothing is summed up, as in a gather, half as much is sent.
+            self.exchanges[largest if "reduce" in func._schema.name else largest // 2] += 1
+        elif works(func):
             self._count(func, args, kwargs, out, outs)
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outs: Sequence[Tensor]) -> None:
         """Add the work of an operation that is no mere view."""
-        name, flops = func._overloadpacket.__name__, 0
-        if name.startswith(("empty", "new_empty")):
-            return
+        flops = 0
         if func._overloadpacket in flop_registry:
             flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(_tensors((args, {k: v for k, v in kwargs.items() if k != "out"})))
         moved = sum(t.numel() * t.element_size() for t in (*inputs, *outs))
         wide = not any(t.dtype in (torch.bfloat16, torch.float16) for t in inputs)
         self.operations += 1
-        self.work[Work(kind_of(name), wide, flops, moved)] += 1
+        self.work[Work(kind_of(func._overloadpacket.__name__), wide, flops, moved)] += 1
         # In a backward pass gradients are only enabled while activations are computed again.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         self.flops += 0 if again else flops
         self.repeated += flops if again else 0
 
 
+@functools.cache
+def works(func: Any) -> bool:
+    """Return whether an operation computes or moves something: it is no view, and allocates not only memory."""
+    name, schema = func._overloadpacket.__name__, func._schema
+    if schema.is_mutable:
+        return True
+    returned = [r for r in schema.returns if "Tensor" in str(r.type) and r.alias_info is None]
+    return bool(returned) and not name.startswith(("empty", "new_empty", "_unsafe_view"))
+
+
+@functools.cache
 def kind_of(name: str) -> str:
     """Return what limits an operation of this name."""
     return next((kind for kind, starts in NAMES.items() if name.startswith(starts)), MOVE)
+
+
+def _viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return x.view(shape)."""
+    if not x.is_contiguous():
+        return torch.ops.aten.view.default(x, shape)  # type: ignore[no-any-return]
+    known = math.prod(n for n in shape if n != -1)
+    shape = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
+    strides = [math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape))]
+    return torch.ops.aten.as_strided.default(x, shape, strides, x.storage_offset())  # type: ignore[no-any-return]
+
+
+# What FakeTensors take milliseconds for, a third of a trace, and what gives the same shapes.
+FASTER: dict[Any, Any] = {
+    torch.ops.aten.view.default: _viewed,
+    torch.ops.aten.addmm.default: lambda bias, a, b, **_: torch.ops.aten.mm.default(a, b),
+}
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -184,36 +241,41 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(x)
 
 
-def trace_step(recipe: Recipe, *, ranks: int, dataset: int, dtype: torch.dtype) -> StepTrace:
-    """Trace a step of the rank with the most images, as it is after the first few steps.
+def trace_step(recipe: Recipe, *, ranks: int, dataset: int, dtype: torch.dtype, gpu: bool) -> StepTrace:
+    """Trace a step of the rank with the most images, as it is after the first few steps, on a CPU or a GPU.
 
     `dataset` is the number of images in the data set, on which a memory bank depends, and `dtype` that of matrix
     products. Raises UserError as `build_method` does.
     """
-    return trace_images(recipe, -(-recipe.optim.batch // ranks), ranks=ranks, dataset=dataset, dtype=dtype)
+    return trace_images(recipe, -(-recipe.optim.batch // ranks), ranks=ranks, dataset=dataset, dtype=dtype, gpu=gpu)
 
 
-def trace_images(recipe: Recipe, images: int, *, ranks: int, dataset: int, dtype: torch.dtype) -> StepTrace:
+def trace_images(recipe: Recipe, images: int, *, ranks: int, dataset: int, dtype: torch.dtype, gpu: bool) -> StepTrace:
     """Trace a step of one of the ranks on so many images."""
     chosen = recipe.optim.micro_batch
     micro = chosen if isinstance(chosen, int) else images
-    if images <= LONG * micro:
-        return _trace(recipe, images, ranks, dataset, dtype)
-    # Each micro-batch is a graph of its own: with dozens of them the trace would take minutes, and all are equal.
-    short, longer = (_trace(recipe, n * micro, ranks, dataset, dtype) for n in (LONG // 2, LONG))
-    return short.extended(longer, images)
+    with as_on_gpu() if gpu else contextlib.nullcontext():
+        if images <= LONG * micro:
+            return _trace(recipe, images, ranks, dataset, dtype)
+        # Each micro-batch is a graph of its own: with dozens of them the trace would take minutes, and all are equal.
+        short, longer = (_trace(recipe, n * micro, ranks, dataset, dtype) for n in (LONG // 2, LONG))
+        return short.extended(longer, images)
 
 
 def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.dtype) -> StepTrace:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         method = build_method(recipe)
         method.allocate(dataset)
-    with torch.random.fork_rng(devices=[]), _pretended(ranks), FakeTensorMode():
+    with torch.random.fork_rng(devices=[]), _group_of(ranks), FakeTensorMode():
         materialise(method)
+        _synchronise(method, ranks)
         optimizer = build_optimizer(recipe, method)
+        monitor = Monitor(method, optimizer, replace(recipe.monitor, every=2**62), images=dataset)  # never measures
         moments = list(_with_moments(optimizer))
-        monitor = _monitor(recipe, method, optimizer, dataset, dtype)
-        batch = made_up(recipe, images, ranks)
+        batch, precision = made_up(recipe, images, ranks), Precision(dtype, CPU)
+        for part in method.modules():
+            if hasattr(part, "fill_layouts"):  # the first step of a run does this
+                part.fill_layouts(batch.views)  # type: ignore[operator]
         trained = [p for p in method.parameters() if p.requires_grad]
         with Tracer() as tracer:
             tracer.mark(method.buffers(), BUFFERS)
@@ -224,13 +286,22 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
             tracer.mark(batch.views, IMAGES)
             for p in trained:
                 p.register_post_accumulate_grad_hook(lambda p: tracer.mark([p.grad], GRADIENTS))  # type: ignore[list-item]
-            for step in steps(recipe, method, optimizer, [batch], Precision(dtype, CPU)):
+            for step in steps(recipe, method, optimizer, [batch], precision):
                 monitor.watch(step)
     gradients = sum(p.numel() * p.element_size() for p in trained)
     memory = {k: n for k, n in tracer.memory.items() if n}
     if ranks > 1:  # they live in the buckets that ranks sum up, from the first step on
         memory[GRADIENTS] = gradients
-    return StepTrace(images, memory, gradients, tracer.flops, tracer.repeated, dict(tracer.work), tracer.operations)
+    work, exchanges = dict(tracer.work), dict(tracer.exchanges)
+    return StepTrace(images, memory, gradients, tracer.flops, tracer.repeated, work, tracer.operations, exchanges)
+
+
+def _synchronise(method: Method, ranks: int) -> None:
+    """Let batch norms exchange as those over all ranks do."""
+    if ranks > 1 and devices.is_accelerator(CPU):
+        exchange_moments(method)
+    elif ranks > 1:
+        sync_batch_norms(method, CPU)
 
 
 def materialise(module: nn.Module) -> None:
@@ -256,16 +327,6 @@ def _with_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     yield from _tensors([list(state.values()) for state in optimizer.state.values()])
 
 
-def _monitor(
-    recipe: Recipe, method: Method, optimizer: torch.optim.Optimizer, dataset: int, dtype: torch.dtype
-) -> Monitor:
-    """Return a monitor that keeps what a run's keeps, and never measures."""
-    monitor = Monitor(method, optimizer, replace(recipe.monitor, every=2**62), images=dataset)
-    if dtype != torch.float32:
-        monitor.bank.features = monitor.bank.features.to(dtype)
-    return monitor
-
-
 def made_up(recipe: Recipe, images: int, ranks: int = 1, device: torch.device = CPU) -> Batch:
     """Return a batch of random pixels in the recipe's views, for one of the ranks."""
     views = [torch.randn(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
@@ -282,7 +343,7 @@ def steps(
 
 
 @contextlib.contextmanager
-def _pretended(ranks: int) -> Iterator[None]:
+def _group_of(ranks: int) -> Iterator[None]:
     """A process group of so many ranks, of which only this one exists and whose exchanges do nothing."""
     if ranks == 1:
         yield
@@ -294,3 +355,39 @@ def _pretended(ranks: int) -> Iterator[None]:
         yield
     finally:
         td.destroy_process_group()
+
+
+def divisible(recipe: Recipe) -> bool:
+    """Return whether `parallel=fsdp` would be another way to train this recipe."""
+    return recipe.parallel == "ddp" and not keys_of_whole_weights(recipe) and _meta_method(recipe).shardable
+
+
+def divided(recipe: Recipe, trace: StepTrace, ranks: int) -> StepTrace:
+    """Return the trace of a step with whole weights on every rank as it is where each rank has a share of them.
+
+    Activations and work are taken to be the same. Weights are gathered for the forward and the backward pass and their
+    gradients divided, which is one and a half times the exchange of a sum; a teacher's are gathered once.
+    """
+    if ranks == 1:
+        return trace
+    method = _meta_method(recipe)
+    parts = (WEIGHTS, TEACHER, GRADIENTS, MOMENTS)
+    memory = {kind: -(-n // ranks) if kind in parts else n for kind, n in trace.memory.items()}
+    teacher = sum(p.nbytes for copy, _ in momentum_copies(method) for p in copy.parameters())
+    return replace(
+        trace, memory=memory | {GATHERED: gathered(method)}, gradients=round(1.5 * trace.gradients + 0.5 * teacher)
+    )
+
+
+def gathered(method: Method) -> int:
+    """Return the bytes of weights and gradients that are whole at once on every rank."""
+    each = [block for m in method.modules() if isinstance(m, Backbone) for block in blocks(m.model)]
+    sizes = [(sum(p.nbytes * (1 + p.requires_grad) for p in block.parameters())) for block in each]
+    inside = {id(p) for block in each for p in block.parameters()}
+    outside = sum(p.nbytes * (1 + p.requires_grad) for p in method.parameters() if id(p) not in inside)
+    return outside + sum(sorted(sizes)[-AT_ONCE:])
+
+
+def _meta_method(recipe: Recipe) -> Method:
+    with torch.device("meta"):
+        return build_method(recipe)

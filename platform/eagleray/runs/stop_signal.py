@@ -1,47 +1,12 @@
-"""Ask a run to stop, and learn on every rank that it was asked."""
+"""Learn on every rank that the run was asked to stop."""
 
 import threading
 
 from eagleray.base import dist
-from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.runs import layout
 from eagleray.runs.background import Background
 from eagleray.runs.run_store import run_store
-
-
-class StopRequest(Background):
-    """The request of a command that its run saves and stops: an event for a run in this process, a note for others.
-
-    The name of the note ends with the id of the command, so that it is no request to another one, and it is empty: a
-    full disk has room for that. It is written again and again until that succeeds or the command ends."""
-
-    seconds = 0.2
-
-    def __init__(self, out: str, command: str) -> None:
-        super().__init__("ask-to-stop")
-        self.out, self.command, self.event = out, command, threading.Event()
-
-    def ask(self) -> None:
-        """Ask the run to stop. May be called from a handler of signals, which may interrupt a request to the store."""
-        if not self.event.is_set():
-            self.event.set()
-            self.start()
-
-    def tick(self) -> None:
-        try:
-            run_store(self.out).put(notes_of(self.command)[1], "")
-        except (UserError, Outage, OSError) as e:
-            raise Outage(f"the request to stop is not written yet: {one_line(e)}") from None
-        self.ended.set()
-
-    def close(self) -> None:
-        """Give up writing, as the run has ended; a request to a store that is away is not waited for."""
-        self.ended.set()
-
-
-def notes_of(command: str) -> tuple[str, str]:
-    """Return the names of the notes by which a person, and this command, ask its run to stop."""
-    return layout.STOP, f"{layout.STOP}-{command}"
+from eagleray.runs.stop_request import notes_of
 
 
 class StopSignal(Background):

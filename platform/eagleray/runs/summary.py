@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.base.files import LARGE, is_number
 from eagleray.runs import layout
 
@@ -22,10 +22,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
     """Return the numbers in the text of the file of this name, as `read_summary` does."""
-    try:
+    with explained(f"{name}: not valid JSON", ValueError, RecursionError, why=False):
         content = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        raise UserError(f"{name}: not valid JSON") from None
     if not isinstance(content, dict):
         raise UserError(f"{name}: expected a JSON object, got a {type(content).__name__}")
     return {key: value for key, value in content.items() if _fits(key, value)}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import write_atomic
+from eagleray.base.user import user
 from eagleray.runs import layout
 
 
@@ -21,6 +22,7 @@ class Tracking:
     parent: str | None = None  # id of the run that this one is shown under
     name: str | None = None  # the run's name; by default that of its folder
     key: str | None = None  # finds the run where its note file is lost; random by default
+    user: str = ""  # name of the person who began the run
 
 
 class DataInput(NamedTuple):
@@ -49,7 +51,8 @@ def tracking_of(folder: Path, name: str | None = None) -> Tracking:
                 "a folder without one, or the variable MLFLOW_TRACKING_URI"
             )
     fields = read_note(folder / layout.MLFLOW, uri)
-    return Tracking(uri, fields.get("parent"), fields.get("name") or name, fields.get("key"))
+    parent, title, key, who = (fields.get(kind) for kind in ("parent", "name", "key", "user"))
+    return Tracking(uri, parent, title or name, key, who or user())
 
 
 def read_note(note: Path, uri: str) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[Dat
     no longer so."""
     fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
     if "run_id" not in fields:
-        given = {"name": name, "parent": tracking.parent, "inputs": list(inputs)}
+        given = {"name": name, "parent": tracking.parent, "inputs": list(inputs), "user": tracking.user}
         fields = {"key": tracking.key or uuid.uuid4().hex} | fields | {k: v for k, v in given.items() if v}
     write_note(note, tracking.uri, fields)
 

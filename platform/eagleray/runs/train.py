@@ -2,31 +2,25 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from eagleray.base import dist
 from eagleray.base.errors import Outage, Preempted, UserError
 from eagleray.config.schedule import Progress
-from eagleray.data.loader import Loader, processes
+from eagleray.data.loader import Loader
+from eagleray.data.loader_processes import processes
 from eagleray.data.quarantine import Quarantine, broken
 from eagleray.engine.compiling import compiles
-from eagleray.engine.world import World
-from eagleray.methods.method import Method
 from eagleray.runs import evaluations, layout
-from eagleray.runs.agreement import Agreement
-from eagleray.runs.auto_micro_batch import choose_micro_batch, set_micro_batch
+from eagleray.runs.agreement import Agreement, Cadence
 from eagleray.runs.build import make_trainer
-from eagleray.runs.cadence import Cadence
-from eagleray.runs.plan import Plan
+from eagleray.runs.memory import choose_micro_batch, set_micro_batch
 from eagleray.runs.profile import Profiler
-from eagleray.runs.rank_run import RankRun, Stateful
-from eagleray.runs.recipe import Recipe
-from eagleray.runs.run_checkpoint import save_checkpoint
+from eagleray.runs.rank_run import RankRun, save_checkpoint
 from eagleray.runs.step_log import StepLog
 
 log = logging.getLogger(__name__)
@@ -38,16 +32,25 @@ def train(run: RankRun, start: int) -> int:
 
     Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
     """
-    plan, world, folder, stateful, clock = run
+    plan, world, folder = run.plan, run.world, run.folder
     finish_line(run, start)
-    loader = loader_of(plan, world)
-    fit_micro_batch(plan, stateful, start, loader.rows)
-    stateful.monitor.step = step = start
+    compiled, workers = compiles(plan.recipe.compile, world.device), processes(plan.recipe.data.workers, world.cpus)
+    loader = Loader(
+        plan.stream,
+        rank=world.rank,
+        ranks=world.size,
+        workers=workers,
+        device=world.device,
+        compiled=compiled,
+        crops=plan.recipe.data.crops,
+    )
+    if plan.recipe.optim.micro_batch == "auto":
+        fit_micro_batch(run, start, loader.rows)
+    run.monitor.step = step = start
     cadence, quarantine = Cadence(plan, start), open_quarantine(run)
     ranks = Agreement(world, folder, quarantine, cadence)
-    step_log = StepLog(plan, world, folder, quarantine, stateful.monitor, clock, stateful.line, loader)
-    wrap = wrapper(plan.recipe, world, stateful)
-    trainer = make_trainer(plan.recipe, stateful.method, stateful.optimizer, stateful.precision, wrap)
+    step_log = StepLog(plan, world, folder, quarantine, run.monitor, run.clock, run.line, loader)
+    trainer = make_trainer(plan.recipe, run.method, run.optimizer, run.precision, run.wrap)
     batches = loader.batches(start, plan.steps, should_stop=folder.asked)
     lost = ""  # why a run ends that has lost what its start knew
 
@@ -64,7 +67,7 @@ def train(run: RankRun, start: int) -> int:
             step_log.add(taken)
             folder.callbacks("step", taken)
 
-            if stateful.guard.due(step) and (lost := look_at_start(run, step_log, step)):
+            if run.guard.due(step) and (lost := look_at_start(run, step_log, step)):
                 break
             if cadence.records(step):
                 write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
@@ -90,14 +93,14 @@ def train(run: RankRun, start: int) -> int:
 def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: bool) -> None:
     """Write a line of metrics.jsonl with the means since the last line. With `evaluation`, save a checkpoint and
     evaluate first, and add the scores."""
-    record = step_log.flush(at, run.plan.lr(at)) | run.stateful.guard.flush()
+    record = step_log.flush(at, run.plan.lr(at)) | run.guard.flush()
     if evaluation:
-        run.stateful.line.record = record
+        run.line.record = record
         run.folder.begin_online(at.step + 1)
         save_checkpoint(run, at.step + 1)
         run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
         record |= evaluations.online(run, at.step + 1)
-        run.stateful.line.record = {}
+        run.line.record = {}
         step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
     log_record(run, record)
 
@@ -105,7 +108,7 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
 def finish_line(run: RankRun, step: int) -> None:
     """Evaluate, and write the line of metrics.jsonl that an earlier start did not: its process was killed between
     the checkpoint of this step and its scores."""
-    line = run.stateful.line
+    line = run.line
     record, line.record = line.record, {}
     if record and not dist.from_rank_zero(partial(run.folder.has_line, step)):
         starts = dist.from_rank_zero(partial(run.folder.begin_online, step))
@@ -122,8 +125,8 @@ def log_record(run: RankRun, record: dict[str, Any]) -> None:
 
 def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
     """Compare the features with those at the start, note what is found, and return why the run ends if it does."""
-    began, guard = time.perf_counter(), run.stateful.guard
-    evaluations.compare_with_start(run, step)
+    began, guard = time.perf_counter(), run.guard
+    run.compare_with_start(step)
     run.folder.note_findings(guard.findings())
     step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
     return guard.lost()
@@ -141,24 +144,13 @@ def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> 
     return own
 
 
-def loader_of(plan: Plan, world: World) -> Loader:
-    """Return what reads this rank's share of the run's batches."""
-    workers = processes(plan.recipe.data.workers, world.cpus)
-    compiled = compiles(plan.recipe.compile, world.device)
-    return Loader(
-        plan.stream, rank=world.rank, ranks=world.size, workers=workers, device=world.device, compiled=compiled
-    )
-
-
-def fit_micro_batch(plan: Plan, stateful: Stateful, start: int, rows: tuple[int, ...]) -> None:
-    """Let the backbones take as many images at once as fit into memory, where the recipe leaves that to the run."""
-    if plan.recipe.optim.micro_batch == "auto":
-        model = stateful.anchor.joined(stateful.method)
-        moments = sum(v.nbytes for s in stateful.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
-        at, precision = plan.at(start), stateful.precision
-        size = choose_micro_batch(plan.recipe, stateful.method, precision, at, rows, model, moments)
-        set_micro_batch(stateful.method, size)
-        stateful.monitor.forget()
+def fit_micro_batch(run: RankRun, start: int, rows: tuple[int, ...]) -> None:
+    """Let the backbones take as many images at once as fit into memory."""
+    moments = sum(v.nbytes for s in run.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+    model, at = run.anchor.joined(run.method), run.plan.at(start)
+    size = choose_micro_batch(run.plan.recipe, run.method, run.precision, at, rows, model, moments)
+    set_micro_batch(run.method, size)
+    run.monitor.forget()
 
 
 def open_quarantine(run: RankRun) -> Quarantine:
@@ -175,9 +167,3 @@ def open_quarantine(run: RankRun) -> Quarantine:
     quarantine.add(index.bad, write=run.world.rank == 0)
     run.folder.bad = quarantine
     return quarantine
-
-
-def wrapper(recipe: Recipe, world: World, stateful: Stateful) -> Callable[[Method], nn.Module]:
-    """Return a function that wraps a method into the module that the loop calls: with the anchor's loss, if there is
-    one, and with gradients that are averaged over ranks."""
-    return lambda method: world.wrap(stateful.anchor.joined(method), reduce=recipe.optim.reduce)

@@ -6,20 +6,19 @@ import base64
 import os
 import re
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 from xml.etree import ElementTree
 
-from eagleray.storage.answers import understood
 from eagleray.storage.az_account import Accounts
 from eagleray.storage.blob import Blob
 from eagleray.storage.http_body import body_of
 from eagleray.storage.listing import Page
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.rest import Refused, RestStore, bucket_and_key
-from eagleray.storage.retry import PATIENCE, Transient
+from eagleray.storage.remote import Refused, bucket_and_key
+from eagleray.storage.rest import RestStore
+from eagleray.storage.retry import Transient
 
 PART = 16 * 2**20  # bytes; a larger file is uploaded in blocks of this size
 MOST_PARTS = 50_000  # Azure's limit per blob; the blocks of larger files are longer
@@ -45,7 +44,7 @@ class AzStore(RestStore):
     def anonymous(self) -> bool:
         return self._accounts.anonymous
 
-    def _renew(self) -> None:
+    def _renew(self, sender: Any) -> None:
         self._accounts.renew()
 
     def _ask(
@@ -67,7 +66,7 @@ class AzStore(RestStore):
         headers = ({"Range": span} if span else {}) | ({"If-Match": tag.removeprefix("az:")} if tag else {})
         return self._ask("GET", *bucket_and_key(url), headers=headers)
 
-    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
         query = {"restype": "container", "comp": "list", "prefix": prefix, "delimiter": delimiter, "marker": marker}
         body = body_of(self._ask("GET", bucket, query={k: v for k, v in query.items() if v}))
         try:
@@ -94,15 +93,6 @@ class AzStore(RestStore):
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
         return f"az:{headers['ETag']}" if "ETag" in headers else ""
-
-    def look(self, url: str) -> tuple[bytes, float]:
-        def run() -> tuple[bytes, float]:
-            data, headers = self._whole(url)
-            with understood("the age of a file"):
-                now, written = (parsedate_to_datetime(headers[name]) for name in ("Date", "Last-Modified"))
-                return data, (now - written).total_seconds()
-
-        return self._call("read", url, run, PATIENCE)
 
     def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
         headers = BLOB | ({"If-None-Match": "*"} if new else {})

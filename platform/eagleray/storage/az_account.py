@@ -16,8 +16,7 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import urlsplit
 
-from eagleray.base.errors import UserError, one_line
-from eagleray.storage.fork_lock import ForkLock
+from eagleray.base.errors import UserError, explained, one_line
 from eagleray.storage.retry import Transient
 
 VERSION = "2021-12-02"  # the version of the API
@@ -58,11 +57,11 @@ class Account:
 
 
 class Accounts:
-    """The account of this process."""
+    """The account that the environment names."""
 
     def __init__(self) -> None:
-        self._lock = ForkLock()
-        self._account: tuple[int, Account | None] = (0, None)
+        self._lock = threading.Lock()
+        self._account: Account | None = None
         self._signs = False  # whether there were credentials
 
     @property
@@ -72,19 +71,18 @@ class Accounts:
 
     def renew(self) -> None:
         """Read the environment and the credentials again for the next request."""
-        self._account = (0, None)
+        self._account = None
 
     def current(self) -> Account:
         """Return the account. Raises UserError when none is named."""
         with self._lock:
-            process, account = self._account
-            if account is None or process != os.getpid():
+            if self._account is None:
                 account = read_account(os.environ)
                 signs = bool(account.key or account.sas or account.token)
                 if self._signs and not signs:
                     raise Transient("the Azure credentials that were found before are gone")
-                self._account, self._signs = (os.getpid(), account), signs
-            return account
+                self._account, self._signs = account, signs
+            return self._account
 
 
 def read_account(environ: Mapping[str, str]) -> Account:
@@ -101,10 +99,8 @@ def read_account(environ: Mapping[str, str]) -> Account:
         raise UserError("az://: AZURE_STORAGE_SERVICE_ENDPOINT: expected https://HOST")
     key = said.get("AccountKey") or environ.get("AZURE_STORAGE_KEY", "")
     sas = said.get("SharedAccessSignature") or environ.get("AZURE_STORAGE_SAS_TOKEN", "")
-    try:
+    with explained("az://: the account key is not in base64; set AZURE_STORAGE_KEY", binascii.Error, why=False):
         secret = base64.b64decode(key, validate=True)
-    except binascii.Error:
-        raise UserError("az://: the account key is not in base64; set AZURE_STORAGE_KEY") from None
     token = None if secret or sas else find_token()
     return Account(name, endpoint, secret, "" if secret else sas.lstrip("?"), token)
 

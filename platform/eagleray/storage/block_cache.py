@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from eagleray.base.errors import UserError
-from eagleray.base.files import atomic_path, file_lock
+from eagleray.base.files import atomic_path, file_lock, writing
 from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
@@ -28,11 +27,9 @@ class Cache:
     def __init__(self, folder: Path, limit: int) -> None:
         """`limit` is the largest size in bytes. Raises UserError when the folder cannot be written."""
         self.folder, self.limit = folder, limit
-        try:
+        with writing(f"data.cache={folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "used").touch()
-        except OSError as e:
-            raise UserError(f"data.cache={folder}: cannot be written: {e.strerror}") from None
 
     def __contains__(self, block: tuple[Blob, int, int]) -> bool:
         return self._path(*block).exists()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from eagleray.base.errors import UserError
-from eagleray.base.files import append_lines, cache_folder, durable_path, file_lock, read_lines, write_atomic
+from eagleray.base.files import append_lines, cache_folder, durable_path, file_lock, read_lines, write_atomic, writing
 from eagleray.base.progress import PhaseProgress
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
@@ -32,12 +32,10 @@ def local_folder(url: str, note: Callable[[str], None] = lambda _: None) -> Path
         return Path(absolute(url))
     url = url.rstrip("/")
     root = cache_folder("folders") / f"{url.rpartition('/')[2]}-{zlib.crc32(url.encode()):08x}"
-    try:
+    with writing(f"{url}: its copy in {root}"):
         (root / "files").mkdir(parents=True, exist_ok=True)
         with file_lock(root / "lock"):
             _copy(url, root, note)
-    except OSError as e:
-        raise UserError(f"{url}: its copy in {root} cannot be written: {e.strerror or e}") from None
     return root / "files"
 
 

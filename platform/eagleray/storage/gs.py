@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.base.errors import UserError, explained, one_line
 from eagleray.storage.answers import LARGEST, understood
 from eagleray.storage.blob import Blob
-from eagleray.storage.fork_lock import ForkLock
 from eagleray.storage.http_body import body_of, whole_number
 from eagleray.storage.listing import Page
-from eagleray.storage.rest import Refused, RestStore, bucket_and_key
+from eagleray.storage.remote import Refused, bucket_and_key
+from eagleray.storage.rest import RestStore
 from eagleray.storage.retry import PATIENCE, Transient
 
 HOST = "https://storage.googleapis.com"
@@ -35,6 +36,7 @@ class GsStore(RestStore):
     """Reads and writes gs:// URLs. STORAGE_EMULATOR_HOST names another server."""
 
     scheme = "gs"
+    seeks = True
     unsigned = UNSIGNED
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class GsStore(RestStore):
     def anonymous(self) -> bool:
         return self._token.anonymous
 
-    def _renew(self) -> None:
+    def _renew(self, sender: Any) -> None:
         self._token.renew()
 
     def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None, **request: Any) -> Any:
@@ -59,14 +61,16 @@ class GsStore(RestStore):
         query = {"alt": "media"} | ({"ifGenerationMatch": tag.removeprefix("gs:")} if tag else {})
         return self._ask("GET", _path(url), query, headers={"Range": span} if span else {})
 
-    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
         query = {"prefix": prefix, "delimiter": delimiter, "pageToken": marker, "fields": FIELDS}
+        query["startOffset"] = after
         answer = self._ask("GET", f"/storage/v1/b/{quote(bucket)}/o", {k: v for k, v in query.items() if v})
         said = _json(answer, "storage#objects")
         return Page(
             [
                 Blob(f"gs://{bucket}/{o['name']}", whole_number(o["size"], most=LARGEST), f"gs:{o['generation']}")
                 for o in said.get("items", [])
+                if o["name"] != after  # which a startOffset includes
             ],
             said.get("prefixes", []),
             said.get("nextPageToken", ""),
@@ -123,13 +127,9 @@ class GsStore(RestStore):
                 return
             session = self._call("write", url, lambda: self._begin(url), patience)
             upload = _Upload(self._ask, session, file.fileno(), size)
-            try:
+            with self._given_up(url, upload.abort):
                 while not upload.done:
                     self._call("write", url, upload.piece, patience)
-            except BaseException:
-                with contextlib.suppress(UserError, Outage):
-                    self._call("write", url, upload.abort, 0)
-                raise
 
     def _begin(self, url: str) -> str:
         """Begin an upload in pieces, and return its address."""
@@ -190,11 +190,11 @@ class _Upload:
 
 
 class Token:
-    """The access token of a process, from google-auth's chain of credentials."""
+    """The access token, from google-auth's chain of credentials."""
 
     def __init__(self, pools: Any) -> None:
-        self._pools, self._lock = pools, ForkLock()
-        self._credentials: tuple[int, Any] = (0, None)
+        self._pools, self._lock = pools, threading.Lock()
+        self._credentials: Any = None  # False: they were looked for, and there are none
         self._signs = False  # whether there were credentials
 
     @property
@@ -204,7 +204,7 @@ class Token:
 
     def renew(self) -> None:
         """Read the credentials again for the next request."""
-        self._credentials = (0, None)
+        self._credentials = None
 
     def headers(self) -> dict[str, str]:
         """Return the header with a valid token, or none.
@@ -213,20 +213,18 @@ class Token:
         if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
             return {}  # Google's own libraries do the same
         with self._lock:
-            if self._credentials[0] != os.getpid():
-                self._credentials = (os.getpid(), self._find())
-            found = self._credentials[1]
-            if found is None:
+            if self._credentials is None:
+                self._credentials = self._find() or False
+            if not (found := self._credentials):
                 return {}
             if not found.valid:
                 self._refresh(found)
             return {"Authorization": f"Bearer {found.token}"}
 
     def _find(self) -> Any:
-        try:
+        missing = "gs://: google-auth is not installed: pip install 'eagleray[stores]'"
+        with explained(missing, ImportError, why=False):
             import google.auth
-        except ImportError:
-            raise UserError("gs://: google-auth is not installed: pip install 'eagleray[stores]'") from None
         logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns of a project that nothing here asks for
         try:
             found, _ = google.auth.default(scopes=[SCOPE])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from http.client import HTTPResponse
 from typing import Any
 
+from eagleray.base.contexts import on_error
 from eagleray.storage.blob import new_buffer
 from eagleray.storage.retry import Transient
 
@@ -85,7 +86,7 @@ def read_stream(response: Any, length: int) -> memoryview:
     data, at = new_buffer(length), 0
     stream = response._fp  # the raw response; its wrappers would copy every byte twice
     stream.expect_file()
-    try:
+    with on_error(response.close):  # no other request gets a connection that was not read to its end
         while at < length:
             count = stream.readinto(data[at:])
             if not count:
@@ -93,9 +94,6 @@ def read_stream(response: Any, length: int) -> memoryview:
             at += count
         if not stream.isclosed() and stream.read(1):  # also takes the end of a body that is sent in chunks
             raise Transient(f"expected {length} bytes, got more")
-    except BaseException:
-        response.close()
-        raise
     response.release_conn()
     return data
 
@@ -105,7 +103,7 @@ def body_of(response: Any) -> bytes:
     stream, said = response._fp, response.headers.get("Content-Length")
     stream.expect_file()
     out = bytearray()
-    try:
+    with on_error(response.close):
         if said is None and not stream.chunked and stream.length is None:
             raise Transient("an answer without a length, which may have been cut")
         length = None if said is None else whole_number(said, most=MOST)
@@ -115,9 +113,6 @@ def body_of(response: Any) -> bytes:
                 raise Transient(f"an answer of more than {MOST} bytes")
         if length not in (None, len(out)):
             raise Transient(f"expected {length} bytes, got {len(out)}")
-    except BaseException:
-        response.close()
-        raise
     response.release_conn()
     return bytes(out)
 

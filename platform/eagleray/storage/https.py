@@ -2,6 +2,7 @@
 
 Such a server has no listing and takes no files."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,8 @@ from eagleray.storage.answers import check_blob, check_part, understood
 from eagleray.storage.blob import Blob
 from eagleray.storage.error_classes import CHANGED
 from eagleray.storage.listing import Blobs
-from eagleray.storage.rest import Refused, RestStore
+from eagleray.storage.remote import Refused
+from eagleray.storage.rest import RestStore
 from eagleray.storage.retry import PATIENCE, Transient
 
 REDIRECTS = 5
@@ -26,7 +28,7 @@ class ReadOnly(OSError, UserError):
 class HttpsStore(RestStore):
     """Reads files; the names of shards have to be given, by braces or in a list."""
 
-    lists = False
+    scheme, lists = "https", False
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         """Return the one file that a URL names, found by reading its first byte."""
@@ -42,17 +44,18 @@ class HttpsStore(RestStore):
                 if e.status == 416 and e.code == "bytes */0":  # no first byte
                     return [Blob(url + start, 0)]
                 raise
-            try:
+            with contextlib.closing(response):
                 size = check_part(url + start, 0, 1, response.status, response.headers)
                 if size is None:
                     raise UserError(f"{url + start}: the server does not say the size of the file")
                 return [check_blob(Blob(url + start, size, tag_of(response.headers)))]
-            finally:
-                response.close()
 
         return self._call("list", url, run, patience)
 
-    def walk(self, url: str) -> Iterator[Blob]:
+    def each(self, url: str) -> Iterator[Blob]:
+        raise UserError(f"{url}: {NO_LISTING}")
+
+    def walk(self, url: str, after: str = "") -> Iterator[Blob]:
         raise UserError(f"{url}: {NO_LISTING}")
 
     def look(self, url: str) -> NoReturn:
@@ -108,6 +111,8 @@ class HttpsStore(RestStore):
                 secure = new.scheme == "https" and (old.scheme == "https" or new.hostname == old.hostname)
             if not new.hostname or not (secure or (old.scheme, old.netloc) == (new.scheme, new.netloc)):
                 raise Transient(f"redirected to {hide_secrets(target)[:200]}, which cannot be trusted")
+            if (old.scheme, old.netloc) != (new.scheme, new.netloc):  # another server gets no token
+                headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             address = target
         raise Transient(f"redirected more than {REDIRECTS} times")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from eagleray.base.errors import UserError
-from eagleray.storage.allowed import Right
 from eagleray.storage.answers import check_blob, understood
 from eagleray.storage.blob import Blob
+from eagleray.storage.error_classes import Right
 from eagleray.storage.retry import PATIENCE, Transient
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,13 @@ class Listing:
     """The part of a store that lists. `_split`, `_page` and `_call` are the store's own."""
 
     scheme = ""
+    seeks = False  # whether `_page` takes `after`, the key behind which a listing begins
 
     def _split(self, url: str) -> tuple[str, str]:
         """Return the bucket and the key of a URL."""
         raise NotImplementedError
 
-    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
         """Ask for a page of the files whose keys begin with `prefix`. With a delimiter, what lies below it is left out,
         and its folder is listed."""
         raise NotImplementedError
@@ -56,12 +57,21 @@ class Listing:
         blobs = [b for page in pages for b in page.blobs]
         return [b for b in blobs if key.endswith("/") or not key or b.url == url]
 
-    def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files below a folder."""
+    def each(self, url: str) -> Iterator[Blob]:
+        """Yield the files directly in a folder; pages are asked for as they are needed."""
         bucket, key = self._split(url.rstrip("/") + "/")
-        yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "", PATIENCE) for b in page.blobs)
+        yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "/", PATIENCE) for b in page.blobs)
 
-    def _pages(self, url: str, bucket: str, prefix: str, delimiter: str, patience: float) -> Iterator[Page]:
+    def walk(self, url: str, after: str = "") -> Iterator[Blob]:
+        """Yield the files below a folder; of a store that seeks, in the order of their URLs, those behind `after`."""
+        bucket, key = self._split(url.rstrip("/") + "/")
+        behind = self._split(after)[1] if after else ""
+        pages = self._pages(url, bucket, key.lstrip("/"), "", PATIENCE, behind)
+        yield from (b for page in pages for b in page.blobs)
+
+    def _pages(
+        self, url: str, bucket: str, prefix: str, delimiter: str, patience: float, after: str = ""
+    ) -> Iterator[Page]:
         """Yield the pages of a listing. A failure repeats one page only, as there may be thousands.
 
         Raises UserError where there are more files than anybody lists, and Outage for a listing without an end."""
@@ -72,10 +82,12 @@ class Listing:
 
         def ask() -> Page:
             with understood("a listing"):
-                page = self._page(bucket, prefix, delimiter, marker)
+                page = self._page(bucket, prefix, delimiter, marker, *[after] * bool(after))
                 for name in [check_blob(b).url.removeprefix(root) for b in page.blobs] + page.folders:
                     if not name.startswith(prefix):
                         raise Transient(f"a listing of another folder: it has {name[:200]}")
+                    if after and name <= after:
+                        raise Transient(f"a listing that should begin behind {after[:200]}, and has {name[:200]}")
                 if page.marker in markers or (page.blobs and page.blobs[0].url in firsts) or empty > EMPTY:
                     raise Transient(f"a listing that goes in a circle after {count} files")
             return page
@@ -91,6 +103,6 @@ class Listing:
             marker = page.marker
             markers.add(marker)
             firsts |= {b.url for b in page.blobs[:1]}
-            if time.monotonic() > said + SAID:
+            if time.monotonic() > said + SAID and not after:  # else it is one of several
                 said = time.monotonic()
                 log.warning("%s: %d files are listed after %.0f s, and there are more", url, count, said - began)

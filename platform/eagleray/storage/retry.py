@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TypeVar
 
-from eagleray.base.errors import Outage
+from eagleray.base.errors import Outage, UserError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,3 +60,18 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
             warned, warnings = now, warnings + 1
         time.sleep(pause)
     raise Outage(f"{url}: {problem}; given up after {number + 1} attempts in {time.monotonic() - began:.0f} s")
+
+
+@contextlib.contextmanager
+def answering(patience: float) -> Iterator[None]:
+    """A context in which a store is asked for the first time.
+
+    If it does not answer a command that a person waits for, UserError is raised, because the address is probably wrong.
+    In a run, which has read from the store before and so has more `patience`, Outage is raised.
+    """
+    try:
+        yield
+    except Outage as e:
+        if patience > PATIENCE:
+            raise
+        raise UserError(f"{e}; is the address right?") from None

@@ -1,27 +1,23 @@
 """Reads and writes s3:// URLs on any S3-compatible server through boto3, with the usual AWS settings only."""
 
-import contextlib
 import os
+import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from eagleray.base.errors import Outage, UserError
+from eagleray.base.errors import explained, one_line
 from eagleray.storage import error_classes
-from eagleray.storage.allowed import Allowed, Right
-from eagleray.storage.answers import check_file, check_part, check_tag, understood
+from eagleray.storage.answers import understood
 from eagleray.storage.blob import Blob
-from eagleray.storage.error_classes import CHANGED, Kind, MissingFile
-from eagleray.storage.fork_lock import ForkLock
-from eagleray.storage.http_body import READ_TIMEOUT, body_of, read_stream, with_floor
-from eagleray.storage.listing import Listing, Page
+from eagleray.storage.http_body import READ_TIMEOUT, with_floor
+from eagleray.storage.listing import Page
 from eagleray.storage.metadata_service import failure
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
+from eagleray.storage.remote import Refused, RemoteStore, bucket_and_key
+from eagleray.storage.retry import Transient
 
-T = TypeVar("T")
 CONNECTIONS = 32
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
 MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
@@ -31,54 +27,72 @@ VANISHED = "the AWS credentials that were found before are gone"
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
-class S3Store(Listing):
-    """Reads and writes s3:// URLs with a client per process; `call_with_retries` repeats requests, boto3 does not."""
+class S3Store(RemoteStore):
+    """Reads and writes s3:// URLs; `call_with_retries` repeats requests, boto3 does not."""
 
     scheme = "s3"
-    lists = True
+    seeks = True
+    unsigned = ANONYMOUS
 
     def __init__(self) -> None:
-        self._client: tuple[int, Any] = (0, None)
+        super().__init__()
+        self._client: Any = None
         self._signs = False  # whether a client had credentials
-        self._lock = ForkLock()
-        self.allowed = Allowed()
+        self._lock = threading.Lock()
 
     def client(self) -> Any:
-        """Return the boto3 client of this process.
-
-        Raises Transient where credentials were found before and none are now: their file may be half written."""
+        """Return the boto3 client. Raises Transient where credentials were found before and none are now: their file
+        may be half written."""
         with self._lock:
-            if self._client[0] != os.getpid():
+            if self._client is None:
                 client = make_client()
                 signing = signs(client)
                 if self._signs and not signing:
                     raise Transient(VANISHED)
-                self._client, self._signs = (os.getpid(), client), signing
-            return self._client[1]
+                self._client, self._signs = client, signing
+            return self._client
 
-    def _renew(self, client: Any) -> None:
+    def _renew(self, sender: Any) -> None:
         """Let the next request create a new client, unless another thread has replaced this one already."""
         with self._lock:
-            if self._client[1] is client:
-                self._client = (0, None)
+            if self._client is sender:
+                self._client = None
 
     @property
     def anonymous(self) -> bool:
         """Return whether requests are sent without credentials."""
-        client = self._client[1]
-        return client is not None and not signs(client)
-
-    def _split(self, url: str) -> tuple[str, str]:
-        return bucket_and_key(url)
+        return self._client is not None and not signs(self._client)
 
     def _ask(self, operation: str, **request: Any) -> Mapping[str, Any]:
-        """Send a request, and return the fields of the answer. Raises Transient where botocore cannot read them."""
-        send = getattr(self.client(), operation)
-        with understood("an answer"):
-            return send(**request)  # type: ignore[no-any-return]
+        """Send a request, and return the fields of the answer. Raises Refused, and Transient where botocore cannot read
+        them."""
+        from boto3.exceptions import Boto3Error
+        from botocore import exceptions as boto
+        from botocore.parsers import ResponseParserError
 
-    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str) -> Page:
-        query = {"Prefix": prefix, "Delimiter": delimiter, "ContinuationToken": marker}
+        passing = boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, Boto3Error, ResponseParserError
+        client = None
+        try:
+            client = self.client()
+            with understood("an answer"):
+                return getattr(client, operation)(**request)  # type: ignore[no-any-return]
+        except boto.ClientError as e:
+            said = e.response
+            status, error = said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), said.get("Error", {})
+            code = error.get("Code", "")  # an answer that is no error of S3 has none
+            line = f"{code or status}: {error.get('Message') or 'no reason is given'}"
+            raise Refused(status, code, line, code == "NoSuchKey", sender=client) from None
+        except (*passing, boto.BotoCoreError) as e:
+            if isinstance(e, passing) and not isinstance(e, boto.SSLError):
+                raise Transient(one_line(e)) from None
+            raise Refused(0, "", one_line(e), False, *error_classes.names_of(e), sender=client) from None
+        except RuntimeError as e:
+            if "refreshed credentials are still expired" not in str(e):  # botocore has no class for it
+                raise
+            raise Refused(0, "ExpiredToken", one_line(e), False, sender=client) from None
+
+    def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
+        query = {"Prefix": prefix, "Delimiter": delimiter, "ContinuationToken": marker, "StartAfter": after}
         page = self._ask("list_objects_v2", Bucket=bucket, **{k: v for k, v in query.items() if v})
         blobs = [
             Blob(f"s3://{bucket}/{o['Key']}", o["Size"], "s3:" + o["ETag"].strip('"')) for o in page.get("Contents", [])
@@ -89,61 +103,37 @@ class S3Store(Listing):
             raise Transient(f"a listing that says truncated: {more}, and where it goes on: {marker[:100]!r}")
         return Page(blobs, folders, marker)
 
-    def tag(self, blob: Blob) -> str:
-        return blob.tag
-
-    def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
-        if length == 0:
-            return memoryview(b"")
+    def _open(self, url: str, tag: str = "", span: str = "") -> Any:
         bucket, key = bucket_and_key(url)
-        same = {"IfMatch": tag.removeprefix("s3:")} if tag.startswith("s3:") else {}
+        same = {"IfMatch": tag.removeprefix("s3:")} if tag else {}
+        part = {"Range": span} if span else {}
+        return self._ask("get_object", Bucket=bucket, Key=key, **part, **same)["Body"]._raw_stream
 
-        def run() -> memoryview:
-            span = f"bytes={start}-{start + length - 1}"
-            answer = self._ask("get_object", Bucket=bucket, Key=key, Range=span, **same)
-            status, headers = _head(answer)
-            try:
-                check_part(url, start, length, status, headers)
-                check_tag(tag.removeprefix("s3:"), headers.get("ETag", "") if same else "")
-            except BaseException:
-                answer["Body"].close()
-                raise
-            return read_body(answer["Body"], length)
+    def _tag_said(self, headers: Mapping[str, str]) -> str:
+        return "s3:" + headers["ETag"].strip('"') if "ETag" in headers else ""
 
-        return self._call("read", url, run, patience)
-
-    def get(self, url: str) -> bytes:
-        return self._call("read", url, lambda: self._whole(url)[0], PATIENCE)
-
-    def _whole(self, url: str) -> tuple[bytes, Mapping[str, Any]]:
-        """Return a file and the other fields of the answer. Raises FileNotFoundError when there is none."""
-        bucket, key = bucket_and_key(url)
-        try:
-            answer = self._ask("get_object", Bucket=bucket, Key=key)
-        except self.client().exceptions.NoSuchKey:
-            raise FileNotFoundError(url) from None
-        return check_file(body_of(answer["Body"]._raw_stream), answer.get("ETag", "")), answer
-
-    def put(self, url: str, source: Path, *, patience: float = PATIENCE) -> None:
+    def _put(self, url: str, source: Path, patience: float) -> None:
         size = source.stat().st_size
-        try:
-            if size > PART:
-                self._put_parts(url, source, max(PART, -(-size // MOST_PARTS)), patience)
-            else:
-                self._put_whole(url, source, patience)
-        except UserError as e:
-            raise OSError(str(e)) from None
+        if size > PART:
+            self._put_parts(url, source, max(PART, -(-size // MOST_PARTS)), patience)
+        else:
+            data = source.read_bytes()
+            self._call("write", url, lambda: self._upload(url, data), patience)
 
-    def _put_whole(self, url: str, source: Path, patience: float) -> None:
+    def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
         bucket, key = bucket_and_key(url)
-        data = source.read_bytes()
-        self._call("write", url, lambda: self._send(bucket, key, data), patience)
-
-    def _send(self, bucket: str, key: str, data: bytes, **condition: str) -> None:
-        """Send a file in one request. Raises Transient for an answer that is not the store's."""
-        answer = self._ask("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+        condition = {"IfNoneMatch": "*"} if new else {}
+        try:
+            answer = self._ask("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+        except Refused as e:
+            if new and e.status == 501:  # it knows no conditions: of several writers, the last one's data stays
+                self._upload(url, data)
+            raise
         if "ETag" not in answer:
             raise Transient("an answer that does not name the version that was written")
+
+    def _exists(self, error: Refused) -> bool:
+        return error.status in (409, 412, 501)
 
     def _put_parts(self, url: str, source: Path, length: int, patience: float) -> None:
         """Upload a large file in parts, a few at a time, so that a failure repeats one part only."""
@@ -164,13 +154,11 @@ class S3Store(Listing):
             return {"PartNumber": number, "ETag": ask("ETag", "upload_part", PartNumber=number, Body=data)}
 
         def finish() -> None:
-            from botocore.exceptions import ClientError
-
             try:
                 with understood("an answer"):
                     self._ask("complete_multipart_upload", **name, MultipartUpload=parts)["ETag"]
-            except ClientError as e:
-                if _refusal(e)[1] != "NoSuchUpload":
+            except Refused as e:
+                if e.code != "NoSuchUpload":
                     raise
                 there = self._ask("head_object", Bucket=bucket, Key=key)
                 # An earlier attempt, whose answer was lost, may have made the file.
@@ -179,120 +167,15 @@ class S3Store(Listing):
 
         mark = uuid.uuid4().hex
         name["UploadId"] = ask("UploadId", "create_multipart_upload", Metadata={UPLOAD: mark})
-        try:
+        with self._given_up(url, lambda: self._ask("abort_multipart_upload", **name)):
             with source.open("rb", buffering=0) as file:
                 numbers = range(1, -(-os.fstat(file.fileno()).st_size // length) + 1)
                 parts = {"Parts": list(ordered_map(part, numbers, width=UPLOADS))}
             self._call("write", url, finish, patience)
-        except BaseException:
-            with contextlib.suppress(UserError, Outage):  # an unfinished upload costs money
-                self._call("write", url, lambda: self.client().abort_multipart_upload(**name), 0)
-            raise
 
-    def write(self, url: str, data: bytes) -> None:
+    def _delete(self, url: str) -> None:
         bucket, key = bucket_and_key(url)
-        try:
-            self._call("write", url, lambda: self._send(bucket, key, data), PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
-
-    def create(self, url: str, data: bytes) -> bool:
-        from botocore.exceptions import ClientError
-
-        bucket, key = bucket_and_key(url)
-
-        def run() -> bool:
-            try:
-                self._send(bucket, key, data, IfNoneMatch="*")
-            except ClientError as e:
-                if (status := _refusal(e)[0]) not in (409, 412, 501):
-                    raise
-                unconditional = status == 501
-            else:
-                return True
-            if unconditional:
-                self._send(bucket, key, data)
-            with contextlib.suppress(FileNotFoundError):  # an earlier attempt, whose answer was lost, may have made it
-                return self.get(url) == data
-            return False
-
-        try:
-            return self._call("write", url, run, PATIENCE)
-        except UserError as e:
-            raise OSError(str(e)) from None
-
-    def look(self, url: str) -> tuple[bytes, float]:
-        def run() -> tuple[bytes, float]:
-            data, answer = self._whole(url)
-            with understood("the age of a file"):
-                now = parsedate_to_datetime(_head(answer)[1]["Date"])
-                return data, (now - answer["LastModified"]).total_seconds()
-
-        return self._call("read", url, run, PATIENCE)
-
-    def delete(self, url: str) -> None:
-        bucket, key = bucket_and_key(url)
-        self._call("delete", url, lambda: self.client().delete_object(Bucket=bucket, Key=key), PATIENCE)
-
-    def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds; `error_classes` says which errors may pass.
-
-        Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
-        from boto3.exceptions import Boto3Error
-        from botocore import exceptions as boto
-        from botocore.parsers import ResponseParserError
-        from urllib3.exceptions import HTTPError
-
-        passing = (
-            boto.HTTPClientError,
-            boto.ConnectionError,
-            boto.IncompleteReadError,
-            HTTPError,
-            OSError,
-            Boto3Error,
-            ResponseParserError,  # an answer that is no XML, as a proxy between may send
-        )
-
-        def attempt() -> T:
-            client = None
-            try:
-                client = self.client()
-                result = run()
-            except (FileNotFoundError, UserError, Transient):
-                raise
-            except boto.ClientError as e:
-                status, code = _refusal(e)
-                line = f"{code or status}: {e.response.get('Error', {}).get('Message') or 'no reason is given'}"
-                self._give_way(client, (right, url), [code, status], line)
-                if code == "NoSuchKey":
-                    raise MissingFile(f"{url}: {line}") from None
-                changed = status == 412 and not self.anonymous
-                raise UserError(f"{url}: {CHANGED if changed else line}{ANONYMOUS * self.anonymous}") from None
-            except passing as e:
-                if not isinstance(e, boto.SSLError):
-                    raise Transient(one_line(e)) from None
-                self._give_way(client, (right, url), error_classes.names_of(e), one_line(e))
-                raise UserError(f"{url}: {one_line(e)}") from None
-            except boto.BotoCoreError as e:
-                self._give_way(client, (right, url), error_classes.names_of(e), one_line(e))
-                raise UserError(f"{url}: {one_line(e)}") from None
-            except RuntimeError as e:
-                if "refreshed credentials are still expired" not in str(e):  # botocore has no class for it
-                    raise
-                self._give_way(client, (right, url), ["ExpiredToken"], one_line(e))
-                raise
-            self.allowed.add(right, url)
-            return result
-
-        return call_with_retries(url, attempt, patience=patience)
-
-    def _give_way(self, client: Any, what: "tuple[Right, str]", names: Iterable[str | int], line: str) -> None:
-        """Raise Transient for an error that may pass, after dropping a client whose credentials were refused."""
-        kind = error_classes.kind_of(*names)
-        if error_classes.passes(kind, allowed_before=self.allowed.has(*what)):
-            if kind is not Kind.WAIT:
-                self._renew(client)
-            raise Transient(line) from None
+        self._ask("delete_object", Bucket=bucket, Key=key)
 
 
 def make_client() -> Any:
@@ -314,15 +197,13 @@ def make_client() -> Any:
         max_pool_connections=CONNECTIONS,
         signature_version=None if credentials else UNSIGNED,
     )
-    try:
+    with explained("s3://", ValueError):  # an endpoint without http://, say
         client = session.client("s3", config=config, region_name=region)
         sender = client._endpoint.http_session  # botocore has no option for it
         sender._pool_classes_by_scheme.update(with_floor(sender._pool_classes_by_scheme))
         # An answer to "may I send?" would be read by a class of botocore's own, without the floor.
         client.meta.events.register("request-created.s3", _send_at_once)
         return client
-    except ValueError as e:  # an endpoint without http://, say
-        raise UserError(f"s3://: {e}") from None
 
 
 def _send_at_once(request: Any, **_: Any) -> None:
@@ -330,40 +211,8 @@ def _send_at_once(request: Any, **_: Any) -> None:
     del request.headers["Expect"]
 
 
-def _head(answer: Mapping[str, Any]) -> tuple[int, Mapping[str, str]]:
-    """Return the status and the headers of an answer, as they came."""
-    from urllib3 import HTTPHeaderDict
-
-    said = answer["ResponseMetadata"]
-    return said["HTTPStatusCode"], HTTPHeaderDict(said["HTTPHeaders"])
-
-
-def _refusal(error: Any) -> tuple[int, str]:
-    """Return the status and the code of botocore's error, of which an answer that is no error of S3 has none."""
-    said = error.response
-    return said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), said.get("Error", {}).get("Code", "")
-
-
 def signs(client: Any) -> bool:
     """Return whether a client has credentials to sign its requests with."""
     from botocore import UNSIGNED
 
     return client.meta.config.signature_version is not UNSIGNED
-
-
-def read_body(body: Any, length: int) -> memoryview:
-    """Read the body of a response. Raises Transient when it is too short or the transfer too slow."""
-    return read_stream(body._raw_stream, length)
-
-
-def bucket_and_key(url: str) -> tuple[str, str]:
-    """Split an s3:// URL into bucket and key. Raises UserError when it contains credentials."""
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    if "@" in bucket or ":" in bucket:  # a secret key may have slashes, so the @ may come later
-        raise UserError("s3://: credentials do not belong in a URL; set AWS_ACCESS_KEY_ID or AWS_PROFILE")
-    return bucket, key
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 KINDS = 5  # kinds of files that are named
+PARQUET, INDEX = ".parquet", "index.parquet"
 PACKED = re.compile(r"\.(tar\.[a-z0-9]{1,6}|tgz|taz|tbz2?|txz|tlz|tzst)$")
 
 
@@ -16,18 +17,36 @@ def is_shard(url: str, pattern: str = "") -> bool:
     return name.lower().endswith(".tar") and (not name.startswith(".") or pattern.startswith("."))
 
 
-def no_shards(names: Iterable[str]) -> str:
-    """Say that none of the files in a folder is a shard, and what they are."""
-    found = _counted(names)
-    return "no .tar shards there" + f", but {found}" * bool(found)
+def is_parquet(url: str, pattern: str = "") -> bool:
+    """Return whether a file of this name or URL is a Parquet file of data: readers of folders of such files pass over
+    names that begin with a dot or an underscore, too, and `index.parquet` is our own."""
+    name = url.rpartition("/")[2]
+    hidden = name.startswith((".", "_")) and not pattern.startswith((".", "_"))
+    return name.lower().endswith(PARQUET) and name != INDEX and not hidden
 
 
-def unread_tars(names: Iterable[str]) -> str:
-    """Say which tars in a folder are no shards, as they are hidden or compressed; an empty string without any."""
-    return _counted(n for n in names if not is_shard(n) and (is_shard(n, ".") or PACKED.search(n.lower())))
+def is_data(url: str) -> bool:
+    """Return whether a file of this name or URL is a shard or a Parquet file of data."""
+    return is_shard(url) or is_parquet(url)
 
 
-def _counted(names: Iterable[str]) -> str:
+def no_shards(names: Iterable[str], below: Iterable[str] = ()) -> str:
+    """Say that none of the files in a folder is a shard, and what they and those in its subfolders are."""
+    direct, deeper = kinds_of_files(names), kinds_of_files(below)
+    found = [direct] * bool(direct) + [f"{deeper} in subfolders"] * bool(deeper)
+    return "no .tar shards there" + (f", but {', '.join(found)}" if found else ", nor anything else")
+
+
+def unread_files(names: Iterable[str], taken: Iterable[str]) -> str:
+    """Say which tars in a folder are no shards, as they are hidden or compressed; where Parquet files are taken, what
+    is no such file and no index of ours. An empty string without any."""
+    if any(is_parquet(name, ".") for name in taken):
+        return kinds_of_files(n for n in names if not is_parquet(n) and not n.startswith("_") and n != INDEX)
+    return kinds_of_files(n for n in names if not is_shard(n) and (is_shard(n, ".") or PACKED.search(n.lower())))
+
+
+def kinds_of_files(names: Iterable[str]) -> str:
+    """Say how many files there are of each kind, the most frequent first; an empty string without any."""
     kinds = sorted(Counter(map(_kind, names)).items(), key=lambda item: (-item[1], item[0]))
     more = sum(n for _, n in kinds[KINDS:])
     return ", ".join([f"{n:,} {kind}" for kind, n in kinds[:KINDS]] + [f"{more:,} more"] * bool(more))

@@ -1,7 +1,7 @@
 """Finds the store of a URL, and lists the shards that folders, globs and braces select."""
 
-import fnmatch
 import functools
+import importlib
 import itertools
 import os
 import re
@@ -9,45 +9,44 @@ import secrets
 import shutil
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
-from eagleray.storage.allowed import RIGHTS, Allowed, Right
-from eagleray.storage.az import AzStore
 from eagleray.storage.blob import Blob, new_buffer
-from eagleray.storage.braces import expand_braces
-from eagleray.storage.gs import GsStore
-from eagleray.storage.https import NO_LISTING, HttpsStore, read_only
-from eagleray.storage.literal import split_literal
+from eagleray.storage.error_classes import RIGHTS, Allowed, Right
 from eagleray.storage.local_files import ask_disk, files_below
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.retry import PATIENCE
-from eagleray.storage.s3 import S3Store
-from eagleray.storage.shard_names import is_shard, no_shards, unread_tars
+from eagleray.storage.retry import PATIENCE, answering
+from eagleray.storage.shard_names import is_parquet, no_shards, unread_files
+from eagleray.storage.url_patterns import Pattern, expand_braces, split_literal
 
+LOOK = 10_000  # most files below a folder that are looked at to say what is there
 EDGE = 4096  # bytes at each end of a local file that its tag is computed from
 
 
 class Store(Protocol):
     """The interface of a store of files.
 
-    `lists` says whether folders can be listed, and files be written. Methods raise UserError, which names the URL, and
-    Outage when the store has not answered for `patience` seconds.
+    `lists` says whether folders can be listed, and files be written; `seeks`, whether a listing may begin anywhere.
+    Methods raise UserError, which names the URL, and Outage when the store has not answered for `patience` seconds.
     """
 
     lists: bool
+    seeks: bool
     allowed: Allowed
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
         """Return the files directly in a folder whose names begin with `start`, or the one file that the URL names."""
 
-    def walk(self, url: str) -> Iterator[Blob]:
-        """Yield the files in a folder and in all folders below it, in any order."""
+    def each(self, url: str) -> Iterator[Blob]:
+        """Yield the files directly in a folder, one page of the listing after the other."""
+
+    def walk(self, url: str, after: str = "") -> Iterator[Blob]:
+        """Yield the files in a folder and in all folders below it, in any order; of a store that seeks, in the order of
+        their URLs and only those behind the URL `after`."""
 
     def tag(self, blob: Blob) -> str:
         """Return a string that changes when the content of the file does."""
@@ -81,7 +80,7 @@ class Store(Protocol):
 class LocalStore:
     """Reads and writes local paths and file:// URLs."""
 
-    lists = True
+    lists, seeks = True, False
     allowed = Allowed()
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> list[Blob]:
@@ -93,7 +92,10 @@ class LocalStore:
 
         return ask_disk(url.rstrip("/"), run, patience)
 
-    def walk(self, url: str) -> Iterator[Blob]:
+    def each(self, url: str) -> Iterator[Blob]:
+        yield from self.list(url)
+
+    def walk(self, url: str, after: str = "") -> Iterator[Blob]:
         root = local_path(url)
         for name in files_below(root):
             path = os.path.join(root, name)
@@ -167,40 +169,26 @@ def _read_bytes(url: str, start: int, length: int, patience: float) -> memoryvie
     return data
 
 
-def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders up to `depth` levels below a folder that hold files of these names, with those that they hold;
-    a folder comes before those in it. On this machine, what is in a folder with all of them is not looked at."""
-    if folder := folder_of(root):
-        found = {}
-        for parent, folders, files in os.walk(folder):
-            found[parent] = [name for name in files if name in names]
-            if len(found[parent]) == len(names) or parent.removeprefix(str(folder)).count(os.sep) >= depth:
-                folders.clear()
-    else:
-        found = defaultdict(list)
-        for blob in store(root).walk(f"{root}/"):
-            parent, _, name = blob.url.rpartition("/")
-            if name in names and parent.removeprefix(root).count("/") <= depth:
-                found[parent].append(name)
-    yield from sorted(((p, held) for p, held in found.items() if held), key=lambda item: f"{item[0]}/")
+class Stores(dict[str, Store]):
+    """The stores by the schemes of their URLs. Each is imported and made when it is first asked for."""
+
+    classes: ClassVar = {"s3": "S3Store", "gs": "GsStore", "az": "AzStore", "https": "HttpsStore", "hf": "HfStore"}
+
+    def __missing__(self, scheme: str) -> Store:
+        if scheme == "http":
+            return self.setdefault(scheme, self["https"])
+        module = importlib.import_module(f"eagleray.storage.{scheme}")
+        return self.setdefault(scheme, getattr(module, self.classes[scheme])())
 
 
-_web = HttpsStore()
-STORES: dict[str, Store] = {  # keys are schemes of URLs
-    "file": LocalStore(),
-    "s3": S3Store(),
-    "gs": GsStore(),
-    "az": AzStore(),
-    "https": _web,
-    "http": _web,
-}
+STORES = Stores(file=LocalStore())
 
 
 def store(url: str) -> Store:
     """Return the store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
-    if scheme not in STORES:
-        known = "plain paths, file://, s3://, gs://, az:// and https://"
+    if scheme not in ("file", "http", *Stores.classes):
+        known = "plain paths, file://, s3://, gs://, az://, https:// and hf://"
         raise UserError(f"{hide_secrets(url)}: unknown scheme {scheme!r}; known are {known}")
     return STORES[scheme]
 
@@ -212,6 +200,8 @@ def check_writable(url: str, key: str = "") -> None:
     except UserError as e:
         raise UserError(f"{key}={e}" if key else str(e)) from None
     if not lists:
+        from eagleray.storage.https import read_only
+
         raise read_only(f"{key}={url}" if key else url)
 
 
@@ -256,30 +246,17 @@ def absolute(url: str) -> str:
     return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 
 
+def find(url: str) -> bytes | None:
+    """Return a whole file, or None where there is none."""
+    try:
+        return store(url).get(url)
+    except FileNotFoundError:
+        return None
+
+
 def put_bytes(url: str, data: bytes) -> None:
     """Store a small file. Raises OSError when it cannot be written."""
     store(url).write(url, data)
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """The files that a URL selects in one folder: a file name, a glob, or every .tar when the name is empty."""
-
-    url: str  # as the user wrote it
-    folder: str
-    name: str
-    literal: bool = False  # whether there is a file of this very name
-
-    @property
-    def is_glob(self) -> bool:
-        """Return whether the pattern may select several files."""
-        return not self.name or (not self.literal and any(c in self.name for c in "*?["))
-
-    def matches(self, name: str) -> bool:
-        """Return whether the pattern selects a tar file of this name in its folder."""
-        return is_shard(name, self.name) and (
-            name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
-        )
 
 
 def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Literal["file", "folder", ""]:
@@ -307,6 +284,11 @@ def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
     def exists(name: str, part: bool) -> bool:
         return bool(what_is(name, patience, part=part))
 
+    if url.startswith("hf://"):
+        from eagleray.storage.hf import expand
+
+        yield from (Pattern(url, parent(one), one.rpartition("/")[2], literal=True) for one in expand(url, patience))
+        return
     known, rest = split_literal(absolute(url), exists)
     for end in expand_braces(rest):
         start, rest = split_literal(known + end, exists)
@@ -314,7 +296,7 @@ def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
             raise UserError(f"{url}: wildcards are allowed in the file name only")
         one = start + rest
         folder, _, name = one.rpartition("/")
-        whole = not name.lower().endswith(".tar") and not any(c in rest for c in "*?[")
+        whole = not (name.lower().endswith(".tar") or is_parquet(name, ".")) and not any(c in rest for c in "*?[")
         if whole or (not is_remote(one) and what_is(one) == "folder"):
             yield Pattern(url, one.rstrip("/"), "")
         else:
@@ -350,9 +332,10 @@ def select(
         mine = list(group)
         files = {b.url.rpartition("/")[2]: b for b in _find(folder, mine, patience)}
         for p in mine:
-            names = [n for n in files if p.matches(n)] if p.is_glob else [p.name][: p.name in files]
+            names = p.choose(files) if p.is_glob else [p.name][: p.name in files]
             out[p] = [files[n] for n in names] or _inside(p, files, patience)
-        if unread is not None and not all(p.name for p in mine) and (said := unread_tars(files)):
+        whole = [b.url for p in mine if not p.name for b in out[p]]
+        if unread is not None and whole and (said := unread_files(files, whole)):
             unread[folder] = said
     return out
 
@@ -361,12 +344,23 @@ def _inside(p: Pattern, files: Iterable[str], patience: float) -> list[Blob]:
     """Return the shards in a folder of a store that is called like a shard. Raises UserError when there are none, which
     names the `files` that are there."""
     if not p.is_glob and is_remote(p.folder) and store(p.folder).lists:
-        there = _list(f"{p.folder}/{p.name}/", "", patience)
-        if blobs := [b for b in there if Pattern(p.url, p.folder, "").matches(b.url.rpartition("/")[2])]:
-            return blobs
-    what = no_shards(files) if p.is_glob else f"no shard {p.folder}/{p.name}"
-    hint = "; `eagleray prepare` makes them from images" if p.is_glob and not is_remote(p.folder) else ""
-    raise UserError(f"{p.url}: {what}{hint}")
+        inside = {b.url.rpartition("/")[2]: b for b in _list(f"{p.folder}/{p.name}/", "", patience)}
+        if names := Pattern(p.url, p.folder, "").choose(inside):
+            return [inside[name] for name in names]
+    if not p.is_glob:
+        raise UserError(f"{p.url}: no shard {p.folder}/{p.name}")
+    if p.name:
+        raise UserError(f"{p.url}: {no_shards(files)}; {p.folder} without {p.name} takes images, too")
+    raise UserError(
+        f"{p.url}: {no_shards(files, _below(p.folder))}; expected .tar or .parquet shards in it, or images such "
+        "as .jpg and .png in it or below it"
+    )
+
+
+def _below(folder: str) -> list[str]:
+    """Return the names of the first files in the folders below a folder."""
+    deeper = (blob.url for blob in store(folder).walk(f"{folder}/") if "/" in blob.url.removeprefix(f"{folder}/"))
+    return [url.rpartition("/")[2] for url in itertools.islice(deeper, LOOK)]
 
 
 def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
@@ -375,6 +369,8 @@ def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
         # A prefix of characters, not of path components, is what a listing can be restricted to.
         return _list(folder + "/", os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine]), patience)  # noqa: RUF071
     if unnamed := [p.url for p in mine if p.is_glob]:
+        from eagleray.storage.https import NO_LISTING
+
         address, _, query = unnamed[0].partition("?")
         hint = f"; queries are not sent: expected {address}" if query else ""
         raise UserError(f"{hide_secrets(unnamed[0])}: {NO_LISTING}{hint}")
@@ -383,14 +379,6 @@ def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
 
 
 def _list(url: str, start: str, patience: float) -> list[Blob]:
-    """List a folder of shards.
-
-    If the store does not answer a command that a person waits for, UserError is raised, because the address is probably
-    wrong. In a run, which has read from the store before and so has more `patience`, Outage is raised.
-    """
-    try:
+    """List a folder of shards. Raises as `answering`."""
+    with answering(patience):
         return store(url).list(url, start, patience=patience)
-    except Outage as e:
-        if patience > PATIENCE:
-            raise
-        raise UserError(f"{e}; is the address right?") from None

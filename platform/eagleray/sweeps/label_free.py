@@ -1,7 +1,7 @@
 """Compare trials without labels: one number from the rank and the uniformity of their features.
 
 RankMe is that of Garrido et al. 2023, arXiv:2210.02885; alignment and uniformity are those of Wang and Isola 2020,
-arXiv:2005.10242. The monitor measures all three: runs/feature_metrics.py. Alignment is printed but has no weight: it
+arXiv:2005.10242. The monitor measures all three: runs/monitor.py. Alignment is printed but has no weight: it
 falls when features collapse, too, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md).
 """
 
@@ -15,11 +15,11 @@ from eagleray.runs.metrics import KNN_TOP1, MONITOR_KNN
 LABEL_FREE = "label_free"
 RANK, ALIGNMENT, UNIFORMITY = "health/backbone_rank", "health/alignment", "health/uniformity"
 MEASURED = (RANK, ALIGNMENT, UNIFORMITY)
-REFERENCES = (KNN_TOP1, MONITOR_KNN)  # the first that trials have is what the others are compared with
+REFERENCES = (KNN_TOP1, MONITOR_KNN)  # label-free numbers are compared with the first of these that the trials have
 LEAST = 4  # trials of which an order says something
 
 
-class Agreement(NamedTuple):
+class LabelFreeAgreement(NamedTuple):
     """Says how far numbers without labels order the finished trials as kNN does."""
 
     reference: str  # the key of the kNN accuracy
@@ -44,7 +44,7 @@ def objective(record: Mapping[str, Any], key: str) -> float:
     return score(record) if key == LABEL_FREE else float(record.get(key, math.nan))
 
 
-def agreement(rows: Iterable[Mapping[str, Any]]) -> Agreement | None:
+def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
     """Return how the numbers without labels agree with kNN over the rows of finished trials, or None if these are too
     few or have no kNN accuracy."""
     numbers = [r.get("numbers", {}) for r in rows if r["state"] == "finished"]
@@ -55,7 +55,7 @@ def agreement(rows: Iterable[Mapping[str, Any]]) -> Agreement | None:
             signs = {LABEL_FREE: 1, RANK: 1, ALIGNMENT: -1, UNIFORMITY: -1}
             measured = {k: s for k, s in signs.items() if all(math.isfinite(objective(n, k)) for n in both)}
             agreed = {k: spearman([s * objective(n, k) for n in both], truth) for k, s in measured.items()}
-            return Agreement(reference, len(both), agreed)
+            return LabelFreeAgreement(reference, len(both), agreed)
     return None
 
 
@@ -63,7 +63,5 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Return Spearman's rank correlation, from -1 to 1; 0 where all values of a list are equal."""
     from scipy.stats import rankdata  # takes 0.3 s, which commands that compare nothing do without
 
-    try:
-        return statistics.correlation(rankdata(a).tolist(), rankdata(b).tolist())
-    except statistics.StatisticsError:
-        return 0.0
+    varied = len(set(a)) > 1 and len(set(b)) > 1
+    return statistics.correlation(rankdata(a).tolist(), rankdata(b).tolist()) if varied else 0.0

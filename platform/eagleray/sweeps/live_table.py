@@ -12,8 +12,9 @@ from rich.table import Table
 from eagleray.base.console import out, say
 from eagleray.base.files import Tail, history, parse_lines
 from eagleray.base.progress import seconds_left
+from eagleray.base.text import aligned
 from eagleray.runs import layout
-from eagleray.runs.layout_of_sweep import BEST
+from eagleray.runs.layout import SWEEP_BEST
 from eagleray.sweeps.label_free import agreement
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count_trials, in_words
@@ -101,18 +102,31 @@ def states(rows: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"{counts[s]} {s}" for s in ORDER if counts[s])
 
 
+def comparison(study: Study) -> list[str]:
+    """Return a table of the alternatives, each at its best, as lines."""
+    keys = study.keys()
+    rows = [("ALTERNATIVE", "FINISHED", study.sweep.objective.key, "TRIAL", *short(keys))]
+    for one in study.best_of_each():
+        metric, values = in_words(one["metric"]) or "none", [in_words(one["values"].get(k)) for k in keys]
+        rows.append((one["alternative"], f"{one['finished']} of {one['trials']}", metric, one["id"], *values))
+    return list(aligned(rows))
+
+
 def conclude(study: Study, files: list[Path]) -> None:
     """Print the counts, the best trial and the paths of the results. On a terminal also print why trials failed."""
     out.print(f"{count_trials(study.sweep)} trials: {states(study.rows.values())}", markup=False)
     for row in study.rows.values():
         if row["state"] == "failed" and out.is_terminal:
             out.print(f"trial {row['id']} failed: {row['why']}", markup=False)
+    if len(study.sweep.alternatives) > 1:
+        for line in comparison(study):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
     if best := study.best():
         values = " ".join(f"{k}={in_words(v)}" for k, v in best["values"].items())
         out.print(
             f"best      trial {best['id']} {best['alternative']} {values}: {study.sweep.objective.key} "
             f"{best['metric']:.4g}\n"
-            f"again     OMP_NUM_THREADS={study.sweep.cpus} eagleray pretrain {study.folder / BEST}",
+            f"again     OMP_NUM_THREADS={study.sweep.cpus} eagleray pretrain {study.folder / SWEEP_BEST}",
             markup=False,
         )
     else:

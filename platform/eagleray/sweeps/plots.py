@@ -1,5 +1,5 @@
-"""Draw a sweep in three pictures: the objective over each key, all keys side by side, and the objective over the
-steps."""
+"""Draw a sweep in pictures: the objective over each key, all keys side by side, the objective over the steps, and the
+alternatives at their best."""
 
 import itertools
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.base.plotting import BLUE, DPI, GREY, INK, RED
+from eagleray.sweeps.live_table import short
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import RANGES, in_words
 
@@ -19,14 +20,15 @@ PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
 def draw(study: Study) -> list[Path]:
-    """Write keys.png, parallel.png and curves.png into the sweep's folder, and return their paths. Draws nothing
-    while no trial has a result."""
+    """Write keys.png, parallel.png, curves.png and, of several alternatives, alternatives.png into the sweep's folder,
+    and return their paths. Draws nothing while no trial has a result."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
     if not rows:
         return []
     names = list(study.sweep.alternatives)
     colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
-    return [keys(study, rows, colours), parallel(study, rows, colours), curves(study, colours)]
+    drawn = [keys(study, rows, colours), parallel(study, rows, colours), curves(study, colours)]
+    return drawn + ([alternatives(study, rows, colours)] if len(names) > 1 else [])
 
 
 def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
@@ -91,7 +93,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
         axes.axvline(x, color=GREY, linewidth=0.8, zorder=0)
         for y, text in scales[c].ticks():
             axes.text(x + 0.03, y, text, fontsize=7.5, color=INK, va="center", bbox=PAPER)
-    axes.set_xticks(range(len(columns)), [wrapped(c) for c in columns], fontsize=8.5)
+    axes.set_xticks(range(len(columns)), [wrap_key(c) for c in columns], fontsize=8.5)
     axes.set_xlim(-0.1, len(columns) - 0.55)
     axes.set_ylim(-0.06, 1.06)
     axes.set_yticks([])
@@ -126,6 +128,38 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
     return save(figure, study.folder / "curves.png")
 
 
+def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
+    """Draw a row for each alternative, the best one on top: its trials as points at their objective, and beside them
+    what its best trial has reached, and with which values. Trials that were stopped early are hollow."""
+    from matplotlib.figure import Figure
+
+    each = study.best_of_each()
+    figure = Figure(figsize=(9.0, 0.75 * len(each) + 1.4), dpi=DPI, layout="constrained")
+    figure.suptitle(title(study), fontsize=10, color=INK, x=0.01, ha="left")
+    axes = figure.subplots()
+    titles = dict(zip(study.keys(), short(study.keys()), strict=True))
+    for y, one in enumerate(each):
+        colour = colours[one["alternative"]]
+        for row in [r for r in rows if r["alternative"] == one["alternative"]]:
+            done = row["state"] == "finished"
+            chosen = row["id"] == one["id"]
+            look: dict[str, Any] = {"color": colour, "markerfacecolor": colour if done else "none"}
+            look |= {"alpha": 1.0 if chosen else 0.45, "markersize": 10 if chosen else 6}
+            axes.plot(row["metric"], y, MARKS.get(row["state"], "."), **look)
+        settings = "  ".join(f"{titles[k]} {in_words(v)}" for k, v in one["values"].items())
+        reached = "no trial took all its steps" if one["metric"] is None else f"{one['metric']:.4g}: {settings}"
+        beside = axes.get_yaxis_transform()  # x counts from the left edge of the panel
+        axes.text(0.01, y - 0.3, reached, transform=beside, fontsize=7.5, va="center", color=INK)
+    names = [f"{one['alternative']}\n{one['finished']} of {one['trials']} done" for one in each]
+    axes.set_yticks(range(len(each)), names)
+    axes.set_ylim(len(each) - 0.5, -0.6)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", color=GREY, alpha=0.3)
+    axes.set_xlabel(study.sweep.objective.key, fontsize=9)
+    legend(figure, study, {})
+    return save(figure, study.folder / "alternatives.png")
+
+
 def drawn_keys(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys that are varied, without those of alternatives that have no result yet."""
     varied = study.keys()
@@ -157,7 +191,9 @@ class Scale:
         """Return the coordinate of a value on the axis of matplotlib."""
         if self.range:
             return float(value)
-        return self.places[repr(value)] if repr(value) in self.places else self.values.index(value)  # such as 1 of 1.0
+        return (
+            self.places[repr(value)] if repr(value) in self.places else self.values.index(value)
+        )  # 1 and 1.0 are equal
 
     def share(self, value: Any) -> float:
         """Return the position of a value from 0, the lowest, to 1, the highest."""
@@ -202,7 +238,7 @@ def title(study: Study) -> str:
     return text + (f", best {best['id']} with {study.sweep.objective.key} {best['metric']:.4g}" if best else "")
 
 
-def wrapped(key: str) -> str:
+def wrap_key(key: str) -> str:
     """Return a dotted key on several lines, for the label of an axis."""
     return key.replace(".", ".\n").replace("/", "/\n")
 

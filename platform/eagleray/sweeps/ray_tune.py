@@ -6,29 +6,36 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 from eagleray import config
-from eagleray.base.errors import Outage, UserError
-from eagleray.cluster.session import machines, session
+from eagleray.base.errors import Outage, Preempted, UserError, hide_secrets
+from eagleray.base.threads import begin
+from eagleray.cluster.session import divert_stderr, machines, session
 from eagleray.config import plugins
 from eagleray.runs import layout
-from eagleray.runs.plan import resolve_paths
+from eagleray.runs.command import new_command
 from eagleray.runs.run_store import run_store
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import Tracking
-from eagleray.sweeps.schedulers import LocalState, scheduler
+from eagleray.sweeps.schedulers import scheduler
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import recipe_of
-from eagleray.sweeps.trial import POLL, Trial, finished, free_resources
-from eagleray.sweeps.width import Waiting, Width, share
+from eagleray.sweeps.trial_files import finished_summary, free_resources
+from eagleray.sweeps.width import TrialWaiting, Width, share
 
+POLL = 0.2  # seconds between two looks at the screen and at what asks to stop
 AGAIN = 2.0  # seconds until trials are asked again to stop: one may just have begun
 PENDING = 200  # trials that wait for room at once, as an autoscaler sees them, at most
-DEATHS = 3  # a trial has failed after its process died this often
+DEATHS = 3  # a trial goes on so often after its process died; machines that are taken away, or lost, do not count
+DIED = "worker process has died"  # what Ray says of a process that has died on a machine that lives
 VARIABLES = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # what a trial says is in its folder
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial's output is in its folder
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric to give
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "RAY_AIR_NEW_OUTPUT": "0",  # the old one can be silent
@@ -38,13 +45,31 @@ VARIABLES = {
 Screen = AbstractContextManager[Callable[[], None]]
 
 
+class LocalState:
+    """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
+    a file that nobody reads."""
+
+    def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
+        self.study, self.stop, self.width = study, stop, width
+        self.away = ""  # the store that does not answer, because of which trials were asked to stop
+        self.command = new_command()
+        self.deaths = Counter[str]()  # deaths of processes by trial
+
+    def __reduce__(self) -> Any:
+        return object, ()
+
+    def __deepcopy__(self, memo: Any) -> "LocalState":
+        return self
+
+
 def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threading.Event, screen: Screen) -> None:
     """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
     `screen` shows their progress. Raises UserError."""
     os.environ.update(VARIABLES)
     # The journal says in a line what a trial ended with.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
-    with session() as ray, screen as show:  # Ray takes the signals, and the screen takes them back
+    # Ray takes the signals, and the screen takes them back; of a lost machine Ray prints dozens of lines.
+    with session() as ray, divert_stderr(study.folder / layout.RAY_LOG), screen as show:
         from ray import tune
 
         _keep_keys()  # not before: Ray reads how it authenticates when it is imported, which the session says
@@ -73,10 +98,10 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
                 stop=stopper(local),
                 callbacks=[journal(local)],
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs save their own
-                failure_config=tune.FailureConfig(max_failures=DEATHS),
+                failure_config=tune.FailureConfig(max_failures=-1),  # see `Journal.on_trial_recover`
             ),
         )
-        _fit(tuner, local, Waiting(study, each, lambda: machines(ray), show))
+        _fit(tuner, local, TrialWaiting(study, each, lambda: machines(ray), show))
 
 
 def _keep_keys() -> None:
@@ -89,18 +114,9 @@ def _keep_keys() -> None:
 def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
     """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `local.stop` is set,
     every running trial is asked to save and stop. Raises Outage when that is because of a store that stays away."""
-    problem: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            tuner.fit()
-        except BaseException as e:
-            problem.append(e)
-
-    thread, asked = threading.Thread(target=work, name="ray-tune", daemon=True), -math.inf
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL)
+    ended, asked = begin(tuner.fit, "ray-tune"), -math.inf
+    while not ended.done():
+        wait([ended], POLL)
         show()
         if local.stop.is_set() and time.monotonic() > asked + AGAIN:
             asked = time.monotonic()
@@ -108,15 +124,15 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
                 if row["state"] == "running":
                     with suppress(Outage, OSError):  # a store may be away; the next time may be better
                         run_store(local.study.trial(row["id"])).put(layout.STOP, "")
-    for e in problem:
+    if e := ended.exception():
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError | Outage) else RuntimeError(f"Ray Tune gave up: {e}") from e
     if local.away:
         raise Outage(f"{local.away}; the same command with --resume continues")
 
 
-def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are sent to the process of a trial."""
+def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Return the settings that are sent to the process of a trial. `command` is the id of the user's command."""
     recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
     reports = study.reports.get(row["id"], [])
     return {
@@ -129,6 +145,7 @@ def trial_settings(study: Study, row: Mapping[str, Any]) -> dict[str, Any]:
         "objective": study.sweep.objective.key,
         "after": reports[-1]["percent"] if reports else 0.0,
         "threads": study.sweep.cpus,
+        "command": command,
     }
 
 
@@ -145,7 +162,9 @@ def searcher(local: LocalState) -> Any:
             row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            return {"row": trial_settings(local.study, row)}
+            if row["starts"]:  # a driver that was killed may have left it, and begins to count anew
+                run_store(local.study.trial(row["id"])).delete(layout.FAILED)
+            return {"row": trial_settings(local.study, row, local.command)}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             pass
@@ -203,7 +222,7 @@ def journal(local: LocalState) -> Any:
             name = str(trial)
             if run_store(local.study.trial(name)).get(layout.FAILED) is not None:
                 return self.on_trial_error(iteration, trials, trial)
-            through = finished(local.study.trial(name))
+            through = finished_summary(local.study.trial(name))
             state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
@@ -213,7 +232,14 @@ def journal(local: LocalState) -> Any:
                 )
 
         def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            local.study.note(f"trial {trial}: its process died")
+            name, (why, counts) = str(trial), ending(trial)
+            local.study.note(f"trial {name}: {why}")
+            local.study.set(name, state="waiting")
+            local.deaths[name] += counts
+            if local.deaths[name] > DEATHS:  # Tune starts it once more, and it says so, if its process begins
+                trial.max_failures = 0
+                with suppress(Outage, OSError):
+                    run_store(local.study.trial(name)).put(layout.FAILED, f"{why} {DEATHS + 1} times")
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)
@@ -223,6 +249,22 @@ def journal(local: LocalState) -> Any:
             local.study.note(f"trial {name} failed: {why}")
 
     return Journal()
+
+
+def ending(trial: Any) -> tuple[str, bool]:
+    """Return in words how the process of Tune's trial ended, and whether that speaks against the trial."""
+    from ray import cloudpickle
+    from ray.exceptions import RayActorError
+
+    file = trial.pickled_error_file
+    error = cloudpickle.loads(Path(file).read_bytes()) if file else None
+    if isinstance(getattr(error, "cause", None), Preempted):
+        return "saved, as its machine is taken away", False
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # its machine may lack a package
+        return f"its process could not begin ({hide_secrets(str(error).splitlines()[-1])})", True
+    if isinstance(error, RayActorError) and DIED not in str(error):
+        return "its machine was lost", False
+    return "its process died", True
 
 
 def words(row: Mapping[str, Any]) -> str:
@@ -239,12 +281,14 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]
         def setup(self, config: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
-            self.tracking = tracking
-            self.pretraining = Trial(self.trial_name, config["row"], tracking)
+            from eagleray.sweeps.trial import Trial  # it imports PyTorch, and the driver does without
+
+            self.begin = lambda row: Trial(self.trial_name, row, tracking)
+            self.pretraining = self.begin(config["row"])
 
         def reset_config(self, config: dict[str, Any]) -> bool:
             self.pretraining.end()
-            self.pretraining = Trial(self.trial_name, config["row"], self.tracking)
+            self.pretraining = self.begin(config["row"])
             return True
 
         def step(self) -> dict[str, Any]:
@@ -254,5 +298,5 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             self.pretraining.end()
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
-    trial.__qualname__ = "Trial"  # what processes and Ray's pages show
+    trial.__qualname__ = "Trial"  # the name in `ps` and on Ray's pages
     return trial

@@ -1,66 +1,80 @@
-"""Make the schedulers of Ray Tune, which decide which trials of a sweep stop early."""
+"""The schedulers of Ray Tune that stop the trials of a sweep early.
 
-import threading
-from typing import Any
+Their time is the percentage of a trial's own steps, as trials with different batches have different numbers of steps.
+"""
 
-from eagleray.sweeps.study import Study
-from eagleray.sweeps.width import Width
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
-
-class LocalState:
-    """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
-    a file that nobody reads."""
-
-    def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
-        self.study, self.stop, self.width = study, stop, width
-        self.away = ""  # the store that does not answer, because of which trials were asked to stop
-
-    def __reduce__(self) -> Any:
-        return object, ()
-
-    def __deepcopy__(self, memo: Any) -> "LocalState":
-        return self
+if TYPE_CHECKING:
+    from eagleray.sweeps.ray_tune import LocalState
 
 
-def scheduler(local: LocalState) -> Any:
-    """Return Tune's scheduler for the sweep. Its time is the percentage of a trial's own steps, as trials with
-    different batches have different numbers of steps."""
+def scheduler(local: "LocalState") -> Any:
+    """Return Tune's scheduler for a sweep."""
     from ray.tune import schedulers
 
     sweep = local.study.sweep
-    if sweep.scheduler == "asha":
+    if sweep.scheduler != "asha":
+        return schedulers.FIFOScheduler()
+    names = list(sweep.alternatives)
+    return _apart(local, {name: _asha(local, [name]) for name in names}) if sweep.apart else _asha(local, names)
 
-        class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
-            """ASHA that also knows the results of trials from earlier processes."""
 
-            complete = False
+def _asha(local: "LocalState", names: Collection[str]) -> Any:
+    """Return ASHA for the trials of some alternatives."""
+    from ray.tune import schedulers
 
-            def on_trial_add(self, controller: Any, trial: Any) -> None:
-                if not self.complete:
-                    self.complete = True
-                    for name, row in local.study.rows.items():
-                        if row["state"] in ("finished", "stopped"):
-                            self.remember(controller, _Gone(name), name)
-                super().on_trial_add(controller, trial)
-                self.tell(controller, trial, trial.config["row"]["id"])
+    class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
+        """ASHA that also knows the results of trials from earlier processes."""
 
-            def remember(self, controller: Any, trial: Any, name: str) -> None:
-                """Add a trial of an earlier process, with its results."""
-                super().on_trial_add(controller, trial)
-                self.tell(controller, trial, name)
+        complete = False
 
-            def tell(self, controller: Any, trial: Any, name: str) -> None:
-                """Pass all results that a trial has reported so far to the scheduler."""
-                for r in local.study.reports.get(name, []):
-                    super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
+        def on_trial_add(self, controller: Any, trial: Any) -> None:
+            if not self.complete:
+                self.complete = True
+                for name, row in local.study.rows.items():
+                    if row["state"] in ("finished", "stopped") and row["alternative"] in names:
+                        self.add(controller, _Gone(name), name)
+            self.add(controller, trial, trial.config["row"]["id"])
 
-        return Remembering(
-            time_attr="percent",
-            max_t=101,  # a trial at 100 ends by itself
-            grace_period=100 * sweep.grace,  # type: ignore[arg-type]
-            reduction_factor=sweep.reduction,
-        )
-    return schedulers.FIFOScheduler()
+        def add(self, controller: Any, trial: Any, name: str) -> None:
+            """Add a trial with all results that it has reported so far, also in earlier processes."""
+            super().on_trial_add(controller, trial)
+            for r in local.study.reports.get(name, []):
+                super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
+
+    sweep = local.study.sweep
+    return Remembering(
+        time_attr="percent",
+        max_t=101,  # a trial at 100 ends by itself
+        grace_period=100 * sweep.grace,  # type: ignore[arg-type]
+        reduction_factor=sweep.reduction,
+    )
+
+
+def _apart(local: "LocalState", each: dict[str, Any]) -> Any:
+    """Return a scheduler that asks the one of the trial's alternative: a method that learns slowly at first is not
+    stopped for it."""
+    from ray.tune import schedulers
+
+    class Apart(schedulers.FIFOScheduler):  # type: ignore[misc]
+        def set_search_properties(self, metric: Any, mode: Any, **spec: Any) -> bool:
+            return [one.set_search_properties(metric, mode, **spec) for one in each.values()] == [True] * len(each)
+
+        def of(self, trial: Any) -> Any:
+            return each[local.study.rows[trial.config["row"]["id"]]["alternative"]]
+
+        def on_trial_add(self, controller: Any, trial: Any) -> None:
+            self.of(trial).on_trial_add(controller, trial)
+
+        def on_trial_result(self, controller: Any, trial: Any, result: Any) -> Any:
+            return self.of(trial).on_trial_result(controller, trial, result)
+
+        def on_trial_complete(self, controller: Any, trial: Any, result: Any) -> None:
+            self.of(trial).on_trial_complete(controller, trial, result)
+
+    return Apart()
 
 
 class _Gone:

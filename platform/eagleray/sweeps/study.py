@@ -2,9 +2,10 @@
 
 import csv
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.config import yaml_text
 from eagleray.config.plugins import Plugin
-from eagleray.runs.layout_of_sweep import BEST, REPORTS, ROWS, SWEEP, TABLE
+from eagleray.runs.command import write_plugins
+from eagleray.runs.layout import SWEEP, SWEEP_BEST, SWEEP_COMPARISON, SWEEP_REPORTS, SWEEP_ROWS, SWEEP_TABLE
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 
 DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
-GROWS = ("trials", "hours", "gpus", "out", "register")  # what may differ when a sweep is continued
+GROWS = ("trials", "hours", "gpus", "out", "register")  # keys that may differ when a sweep is continued
 
 
 class Study:
@@ -44,9 +46,9 @@ class Study:
         self.upload, self.note = upload, note
         self.lock = threading.RLock()
         self.suggested: set[str] = set()  # trials that this process has begun
-        self.rows = {r["id"]: r for r in read_lines(self.folder / ROWS)}
+        self.rows = {r["id"]: r for r in read_lines(self.folder / SWEEP_ROWS)}
         self.reports: dict[str, list[dict[str, Any]]] = {}
-        for report in read_lines(self.folder / REPORTS):
+        for report in read_lines(self.folder / SWEEP_REPORTS):
             self.reports.setdefault(report["id"], []).append(report)
 
     @property
@@ -105,12 +107,12 @@ class Study:
         """Store a result that a trial reported: `value` is the objective, `percent` the share of the trial's steps."""
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
-            files.append_lines(self.folder / REPORTS, [record])
+            files.append_lines(self.folder / SWEEP_REPORTS, [record])
             self.reports.setdefault(name, []).append(record)
             self.rows[name] |= {"step": step, "steps": steps, "metric": value}
 
     def _write(self) -> None:
-        files.write_atomic(self.folder / ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
+        files.write_atomic(self.folder / SWEEP_ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
         """Return the number of trials that are not done; 0 also where the sweep has fewer now than were done."""
@@ -124,9 +126,29 @@ class Study:
 
     def best(self) -> dict[str, Any] | None:
         """Return the row with the best objective among the trials that took all their steps."""
-        sign = 1 if self.sweep.objective.mode == "max" else -1
-        rows = [r for r in self.rows.values() if r["state"] == "finished" and r["metric"] is not None]
-        return max(rows, key=lambda r: sign * r["metric"], default=None)
+        return next(iter(self._best_first(self.rows.values())), None)
+
+    def _best_first(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return those of some rows whose trials took all their steps and have a value, the best objective first."""
+        through = [r for r in rows if r["state"] == "finished" and r["metric"] is not None]
+        return sorted(through, key=lambda r: r["metric"], reverse=self.sweep.objective.mode == "max")
+
+    def best_of_each(self) -> list[dict[str, Any]]:
+        """Return how each alternative does: its trials, how many of them took all their steps, and the id, the
+        objective and the values of the best of these, if there is one. The alternative with the best one is first."""
+        sign, found = 1 if self.sweep.objective.mode == "max" else -1, []
+        for name in self.sweep.alternatives:
+            rows = [r for r in self.rows.values() if r["alternative"] == name]
+            through = self._best_first(rows)
+            best = through[0] if through else {"metric": None, "id": "", "values": {}}
+            kept = {k: best[k] for k in ("metric", "id", "values")}
+            found.append({"alternative": name, "trials": len(rows), "finished": len(through)} | kept)
+        return sorted(found, key=lambda f: math.inf if f["metric"] is None else -sign * f["metric"])
+
+    def plugins(self) -> list[Plugin]:
+        """Return the plug-ins of the recipes."""
+        trees = [b.recipe for b in self.sweep.alternatives.values() if isinstance(b.recipe, dict)]
+        return [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
 
     def keys(self) -> list[str]:
         """Return the keys that are varied in any alternative."""
@@ -144,12 +166,8 @@ def check_same(study: Study) -> None:
 
 def begin(study: Study) -> None:
     """Write sweep.yaml, and the plug-ins of its recipes."""
-    from eagleray.runs.environment import write_plugins  # it imports PyTorch, which a report does without
-
     files.write_atomic(study.folder / SWEEP, config.dump(study.sweep))
-    trees = [branch.recipe for branch in study.sweep.alternatives.values() if isinstance(branch.recipe, dict)]
-    used = [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
-    write_plugins(study.out, used)
+    write_plugins(study.out, study.plugins())
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
@@ -162,14 +180,28 @@ def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers
     """Write best.yaml, the resolved recipe of the best trial, for a run beside the trials."""
     tree = config.to_plain(recipe) | {"out": f"{study.out}/best", "workers": workers}
     text = f"# Trial {best['id']} of {study.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
-    path = study.folder / BEST
+    path = study.folder / SWEEP_BEST
     files.write_atomic(path, text + yaml_text.dump(tree))
     return path
 
 
+def write_comparison(study: Study) -> list[Path]:
+    """Write alternatives.csv, with a line for each alternative at its best, if there are several."""
+    if len(study.sweep.alternatives) < 2:
+        return []
+    path, keys = study.folder / SWEEP_COMPARISON, study.keys()
+    with path.open("w", newline="") as f:
+        table = csv.writer(f)
+        table.writerow(["alternative", "trials", "finished", study.sweep.objective.key, "id", *keys])
+        for one in study.best_of_each():
+            *fixed, values = one.values()
+            table.writerow([*fixed, *(values.get(k, "") for k in keys)])
+    return [path]
+
+
 def write_table(study: Study) -> Path:
     """Write trials.csv, with a line for each trial."""
-    path = study.folder / TABLE
+    path = study.folder / SWEEP_TABLE
     keys = study.keys()
     fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]
     with path.open("w", newline="") as f:

@@ -1,5 +1,6 @@
 """Define a sweep: recipes, the values that their keys may take, and an objective. A sweep determines its trials."""
 
+import importlib.util
 import itertools
 import math
 import random
@@ -17,7 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import STRICT, bundled
 from eagleray.config import plugins as loading
 from eagleray.config.types import ModelName
-from eagleray.config.written import settled
+from eagleray.config.yaml_text import plain_tree
 from eagleray.data.order import rows as shares
 from eagleray.runs import recipe as recipes
 from eagleray.runs.metrics import KNN_TOP1
@@ -26,7 +27,6 @@ from eagleray.runs.recipe import Recipe
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
 VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")  # a key of a sweep, the rest of which is a recipe's
-# A checkpoint belongs to one network, one optimiser and one order of the samples.
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,12 @@ class Sweep(Branch):
     scheduler: Literal["asha", "none"] = "asha"
     grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of its steps that a trial gets before it is compared
     reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: one in so many goes on
+    apart: bool = False  # asha: trials are compared within their alternative alone
     trials: PositiveInt | None = None  # None: 16, or all of a grid
     seed: NonNegativeInt = 0  # the seed of the search; a trial's own is a key of its recipe
     cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
     gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # the share of a GPU for each trial; None: a whole one
-    hours: Annotated[float, Field(gt=0)] | None = None  # what still trains after this time is saved and stopped
+    hours: Annotated[float, Field(gt=0)] | None = None  # trials that still train after this time are saved and stopped
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
     # The model in MLflow's registry that gets the best trial as a version, at the end.
     register: ModelName | None = None
@@ -208,7 +209,7 @@ def _join(
     if listed:  # trials find them by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=settled(Recipe, tree), space=space)  # the folder of the sweep gets this text
+    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # the folder of the sweep gets this text
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,10 +287,10 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
 def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Suggest a trial with Optuna, whose state is rebuilt from the rows of the other trials each time, so that
     nothing has to be saved."""
-    try:
-        import optuna
-    except ImportError:
-        raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` installs it") from None
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` installs it")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         direction="maximize" if sweep.objective.mode == "max" else "minimize",

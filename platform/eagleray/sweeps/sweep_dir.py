@@ -12,13 +12,13 @@ from eagleray.base.errors import Outage, UserError
 from eagleray.runs import layout
 from eagleray.runs.background import Background
 from eagleray.runs.command import new_command
-from eagleray.runs.layout_of_sweep import FILES, SWEEP
+from eagleray.runs.layout import SWEEP, SWEEP_FILES
 from eagleray.runs.lease import Lease
 from eagleray.runs.run_store import FolderClaim, RunStore, run_store
 from eagleray.storage.store import may_be_folder
 
 log = logging.getLogger(__name__)
-STORED = (*FILES, layout.ENVIRONMENT, layout.MLFLOW)
+STORED = (*SWEEP_FILES, layout.ENVIRONMENT, layout.MLFLOW)
 
 
 def sweep_folder(out: str) -> Path | None:

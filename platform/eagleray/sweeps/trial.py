@@ -1,5 +1,6 @@
 """Run a trial of a sweep: one thread pretrains, another reports its metrics to Ray Tune."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -14,19 +15,20 @@ import torch
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.allocator import give_back
-from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.base.errors import Outage, Preempted, Superseded, UserError, one_line
 from eagleray.cluster import ray_train
 from eagleray.config import plugins
 from eagleray.engine import world
-from eagleray.runs import layout, pretrain, summary
-from eagleray.runs.command import new_command
-from eagleray.runs.environment import write_plugins
-from eagleray.runs.plan import make_plan
+from eagleray.runs import layout, pretrain
+from eagleray.runs.checks import make_plan
+from eagleray.runs.command import write_plugins
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.label_free import MEASURED, REFERENCES, objective
 from eagleray.sweeps.sweep import put
+from eagleray.sweeps.trial_files import finished_summary, free_resources, placements
+from eagleray.sweeps.trial_world import TrialWorld
 
 POLL = 0.2  # seconds between two reads of a run's metrics
 PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
@@ -43,13 +45,14 @@ class Trial:
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
         self.away = ""  # the store or server whose silence has ended the run, which can go on later
+        self.leaves: Preempted | Superseded | None = None  # why the run goes on in another process
         try:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
             self.recipe = config.check(Recipe, tree, f"trial {name}")
-        except UserError as e:  # such as of a plug-in that imports what this machine has not
+        except UserError as e:  # e.g. a plug-in imports a package that this machine lacks
             self.failure = line(e)
-        self.history = History(settings["objective"])
+        self.history = ObjectiveHistory(settings["objective"])
         self.began = time.monotonic()
 
     @property
@@ -61,7 +64,10 @@ class Trial:
     def begin(self) -> None:
         """Write the recipe into the trial's folder, and start the run's thread."""
         free_resources(self.out)
-        for left in (layout.STOP, layout.FAILURE, layout.FAILED):
+        if why := self.store.get(layout.FAILED):  # its process has died too often
+            self.failure = why
+            return
+        for left in (layout.STOP, layout.FAILURE):
             self.store.delete(left)
         self.store.put(layout.RECIPE, config.dump(self.recipe))
         write_plugins(self.out, self.recipe.plugins)
@@ -73,7 +79,9 @@ class Trial:
         """Pretrain, and store the summary or the error as a line: the error itself would keep the network alive."""
         try:
             self.steps = make_plan(self.recipe).steps
-            self.summary = finished(self.out, self.steps) or self._pretrain() or {}
+            self.summary = finished_summary(self.out, self.steps) or self._pretrain() or {}
+        except (Preempted, Superseded) as e:
+            self.leaves = e
         except Outage as e:
             self.away = line(e)
         except Exception as e:
@@ -83,24 +91,25 @@ class Trial:
 
     def _pretrain(self) -> dict[str, Any] | None:
         """Pretrain in this process, or on Ray Train's workers if there are several. Returns what they return."""
-        if self.recipe.ranks[1] > 1:
-            import ray
+        import ray
 
+        how = {"tracking": self.tracking, "command": self.settings["command"]}
+        if self.recipe.ranks[1] > 1:
             with self.store.following():
-                return ray_train.fit(
-                    ray, self.recipe, tracking=self.tracking, command=new_command(), callbacks=[placements(self.out)]
-                )
+                return ray_train.fit(ray, self.recipe, **how, callbacks=[placements(self.out)])
         torch.set_num_threads(self.settings["threads"])
-        device = world.local(self.recipe.gpus)
-        return pretrain.pretrain(self.recipe, device, tracking=self.tracking, command=new_command())
+        if not ray.is_initialized():
+            return pretrain.pretrain(self.recipe, world.local(self.recipe.gpus), **how)
+        with contextlib.closing(TrialWorld(self.recipe, self.tracking.user)) as here:
+            return pretrain.pretrain(self.recipe, here, **how)
 
     def next(self) -> dict[str, Any]:
-        """Wait for the next result for Tune, and return it: a new value of the objective, or the end of the trial."""
-        if self.thread is None and self.failure:
-            return self.last()
-        if self.thread is None:
+        """Wait for the next result for Tune, and return it: a new value of the objective, or the end of the trial.
+        Raises Preempted and Superseded when another process is to go on."""
+        if self.thread is None and not self.failure:
             self.begin()
-        assert self.thread is not None
+        if self.thread is None:
+            return self.last()
         while True:
             alive = self.thread.is_alive()
             for record in self.records():
@@ -126,6 +135,8 @@ class Trial:
         """Return the result that ends the trial: its final value, its failure, or that it was asked to stop or is to
         go on when a store answers again."""
         key = self.settings["objective"]
+        if self.leaves:
+            raise self.leaves
         if self.away:
             return {"done": True, "percent": self.reported, "away": self.away}
         if not self.failure and not self.summary:  # asked to stop
@@ -151,7 +162,7 @@ class Trial:
         free_memory()
 
 
-class History:
+class ObjectiveHistory:
     """The lines of a growing metrics.jsonl that hold a metric. Each line is parsed once."""
 
     def __init__(self, key: str) -> None:
@@ -173,12 +184,6 @@ class History:
         return self.records
 
 
-def finished(out: str, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
-    text = run_store(out).get(layout.SUMMARY)
-    return summary.if_finished(summary.parse_summary(text, f"{out}/{layout.SUMMARY}"), steps)
-
-
 def free_memory() -> None:
     """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the collector
     finds that nobody needs them."""
@@ -191,27 +196,3 @@ def free_memory() -> None:
 def line(e: Exception) -> str:
     """Return an error as one line for the table of trials; the trial's train.log has the traceback."""
     return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"
-
-
-def placements(out: str) -> Any:
-    """Return a callback that writes down which CPUs and GPUs Ray reserved for a run's workers, so that they can be
-    freed if the run's process dies."""
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-
-    class Placements(WorkerGroupCallback):  # type: ignore[misc]
-        def after_worker_group_start(self, worker_group: Any) -> None:
-            held = worker_group.get_worker_group_state().placement_group_handle.placement_group
-            run_store(out).put(layout.PLACEMENT, held.id.hex())
-
-    return Placements()
-
-
-def free_resources(out: str) -> None:
-    """Free the CPUs and GPUs that Ray still reserves for the workers of a trial whose process died."""
-    held = run_store(out).get(layout.PLACEMENT)
-    if held:
-        from ray._raylet import PlacementGroupID
-        from ray.util.placement_group import PlacementGroup, remove_placement_group
-
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(held))))
-        run_store(out).delete(layout.PLACEMENT)

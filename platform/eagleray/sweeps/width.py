@@ -83,7 +83,7 @@ class Width:
         return min(fit + 1 if self.waits else max(fit, 1), self.most)
 
 
-class Waiting:
+class TrialWaiting:
     """Says once what the trials wait for, when none of them has had room for a while. A trial with several workers has
     room when these have their resources."""
 

@@ -30,7 +30,7 @@ from eagleray.views.photometric import (
     sobel,
 )
 
-cv2.setNumThreads(0)  # loader processes share the cores already, and OpenCV's threads do not survive a fork
+cv2.setNumThreads(0)  # loader processes share the cores already
 
 Floats = NDArray[np.float32]
 IDENTITY = np.eye(3, dtype=np.float32)

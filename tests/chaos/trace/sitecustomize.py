@@ -90,12 +90,12 @@ def patch_features(module: ModuleType) -> None:
     module.embedded = unreadable(module.embedded)  # type: ignore[attr-defined]
 
 
-def patch_supervisor(module: ModuleType) -> None:
+def patch_spares(module: ModuleType) -> None:
     module.HANGING = float(os.environ.get("EAGLERAY_HANGING", module.HANGING))  # type: ignore[attr-defined]
 
 
 PATCHES = {
-    "eagleray.cluster.supervisor": patch_supervisor,
+    "eagleray.cluster.spares": patch_spares,
     "eagleray.data.loader": patch_loader,
     "eagleray.engine.checkpoint": patch_checkpoint,
     "eagleray.protocols.features": patch_features,

@@ -21,7 +21,7 @@ from eagleray.dense.segmentation.segmentation import HEADS, Segmenter, poly
 from eagleray.models.backbone import Backbone
 from eagleray.protocols import fine_tuning
 from eagleray.protocols.digests import weights_digest
-from eagleray.protocols.drop_path import set_drop_path
+from eagleray.protocols.fine_tuning import set_drop_path
 from eagleray.protocols.protocol import Workspace
 from eagleray.views.photometric import normalise_
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from eagleray.models.backbone import Backbone
-from eagleray.models.sync_bn import PortableSyncBatchNorm, sync_batch_norms
+from eagleray.models.batch_norm import PortableSyncBatchNorm, sync_batch_norms
 from eagleray.models.zoo.cvt_esvit import WindowAttention
 
 

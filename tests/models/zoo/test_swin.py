@@ -1,6 +1,6 @@
 """Tests of the Swin that pads before it shifts: it equals timm's where nothing is padded."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.zoo.swin import EsViTSwin
 
 TINY: dict[str, Any] = {"embed_dim": 8, "depths": (2, 2, 2), "num_heads": (1, 2, 2), "num_classes": 0}
+NARROW: dict[str, Any] = {"embed_dim": 8, "num_heads": (1, 1, 2, 2)}
 PARAMETERS = {"tiny_w7": 27.52, "tiny_w14": 27.57, "small_w14": 48.97, "base_w7": 86.74, "base_w14": 86.92}
 
 
@@ -75,10 +76,26 @@ def test_parameters(name: str):
 
 @pytest.mark.parametrize("name", ["esvit_swin_tiny_w7", "esvit_swin_tiny_w14"])
 def test_any_crop_size(name: str):
-    backbone = Backbone(name, drop_path=0.1, options={"embed_dim": 8, "num_heads": (1, 1, 2, 2), "depths": (2,) * 4})
+    backbone = Backbone(name, drop_path=0.1, options={**NARROW, "depths": (2,) * 4})
     for h, w in ((224, 224), (96, 96), (96, 160)):
         f = backbone(torch.randn(2, 3, h, w))
         assert f.grid == (h // 32, w // 32)
         torch.testing.assert_close(f.pooled, f.patches.mean(1))
     f.pooled.square().mean().backward()
     assert all(p.grad is not None for p in backbone.parameters())
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr("eagleray.models.backbone.compile_once", cache(partial(torch.compile, backend=backend)))
+    backbone = Backbone("esvit_swin_tiny_w7", drop_path=0.1, options={**NARROW, "depths": (2,) * 4})
+    backbone.compiled = True
+    for _ in range(3):
+        outs = backbone.sizes([torch.randn(2, 3, s, s) for s in (224, 96)])
+        sum(out.pooled.square().mean() for out in outs).backward()
+    assert len(graphs) == 1

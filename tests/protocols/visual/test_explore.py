@@ -22,14 +22,13 @@ from eagleray.protocols.visual import draw, explore
 from eagleray.protocols.visual.attention import attention, entropy, fewest_patches, maps
 from eagleray.protocols.visual.explore import (
     components,
-    nearest,
-    neighbours,
     oriented,
     pairs,
     principal,
     second_views,
     to_image,
 )
+from eagleray.protocols.visual.neighbours import nearest, neighbours
 from eagleray.views import photometric
 
 SWIN = {"embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3), "img_size": 32, "patch_size": 2, "window_size": 4}

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
@@ -58,14 +58,16 @@ def pick(origin: str, blobs: Mapping[str, Blob], names: Iterable[str], archive: 
     return [blob for blob in found.values() if blob]
 
 
+def read_bytes(url: str) -> bytes:
+    """Read a small file. Raises UserError when it does not exist."""
+    with explained(f"{url}: no such file", FileNotFoundError, why=False):
+        return bytes(store.store(url).get(url))
+
+
 def read_text(url: str) -> str:
     """Read a small UTF-8 file. Raises UserError when it does not exist or is not UTF-8."""
-    try:
-        return bytes(store.store(url).get(url)).decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such file") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{url}: not UTF-8 text ({e.reason} at byte {e.start})") from None
+    with explained(f"{url}: not UTF-8 text", UnicodeDecodeError):
+        return read_bytes(url).decode("utf-8-sig")
 
 
 def read_csv(url: str, delimiter: str = ",") -> list[dict[str, str]]:
@@ -74,10 +76,8 @@ def read_csv(url: str, delimiter: str = ",") -> list[dict[str, str]]:
     Raises UserError when the file does not exist or is not a CSV file.
     """
     text = io.StringIO(read_text(url), newline="")
-    try:
+    with explained(f"{url}: not a CSV file", csv.Error):
         return list(csv.DictReader(text, delimiter=delimiter, restval=""))
-    except csv.Error as e:
-        raise UserError(f"{url}: not a CSV file: {e}") from None
 
 
 def missing_error(url: str, expected: str) -> UserError:

@@ -1,16 +1,21 @@
-"""Read plain folders of images: any folder, or the folders of COCO, whose annotations are not used."""
+"""Read plain folders of images: any folder, the folders of COCO, whose annotations are not used, or Caltech-101."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
+from eagleray.base.errors import UserError
 from eagleray.data import image_folder
 from eagleray.data.index_file import NAME as INDEX
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.lists import match_items
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
+
+CALTECH, TRAIN_IMAGES = "101_ObjectCategories", 30
 
 
 def folder(options: PrepareOptions) -> SourceFiles:
@@ -56,3 +61,29 @@ def _items(origin: str, blobs: Sequence[Blob], labels: dict[str, int] | None = N
         name = files.relative_path(blob, origin)
         key, extension = key_and_extension(name)
         yield Item(key, blob.url, 0, blob.size, extension, (labels or {}).get(name.partition("/")[0], -1))
+
+
+def caltech_101(options: PrepareOptions) -> SourceFiles:
+    """Find 101_ObjectCategories/ in the folder. Its subfolder BACKGROUND_Google counts as the 102nd class.
+
+    It has no splits: 30 random images of each class are for training, as is usual."""
+    root = f"{options.origin}/{CALTECH}"
+    images = files.by_path((b for b in files.list_tree(root) if is_image(b.url)), root)
+    if not images:
+        raise files.missing_error(options.origin, f"{CALTECH}/ with class folders in it")
+
+    def listing() -> Listing:
+        classes: dict[str, list[str]] = {}
+        for name, blob in images.items():
+            if name.count("/") != 1:
+                raise UserError(f"{blob.url}: not in a class folder; expected {CALTECH}/CLASS/IMAGE")
+            classes.setdefault(name.partition("/")[0], []).append(name)
+        return Listing(match_items(_of_split(classes, options.split), images), list(class_labels(classes)))
+
+    return SourceFiles(list(images.values()), listing)
+
+
+def _of_split(classes: dict[str, list[str]], split: str) -> Iterator[tuple[str, int]]:
+    for label, (_, names) in enumerate(sorted(classes.items())):
+        train = set(np.random.default_rng(label).permutation(len(names))[:TRAIN_IMAGES].tolist())
+        yield from ((name, label) for i, name in enumerate(names) if (i in train) == (split == "train"))

@@ -5,13 +5,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
+from eagleray.base.files import NO_JSON
 from eagleray.datasets.multilabel import bits
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Listing, class_labels, is_image
 from eagleray.datasets.sources.lists import DIGITS, Rows, find_listed, lines, match_items, names_of, read_labels
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
 
 DOMAIN_CLASSES, SIGNS = 345, 43
@@ -21,7 +21,7 @@ VOC_CLASSES = (
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 VOC_MARKS = {1: 1, -1: 0, 0: -1}  # the data set's present, absent and difficult, and ours
-MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # those of the challenge's two phases
+MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # the two phases of the challenge differ
 WEBVISION = {
     "train": ("info/train_filelist_google.txt", "info/train_filelist_flickr.txt"),
     "val": ("info/val_filelist.txt",),
@@ -116,13 +116,10 @@ def hateful_memes(options: PrepareOptions) -> SourceFiles:
 
     def rows(table: Blob) -> Rows:
         for number, line in lines(table.url):
-            try:
+            expected = "expected a JSON object with the keys img and label, which is 0 or 1"
+            with explained(f"{table.url}: line {number}: {expected}", *NO_JSON, why=False):
                 row = json.loads(line)
                 yield str(row["img"]).encode(errors="replace").decode(), {0: 0, 1: 1}[row["label"]]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise UserError(
-                    f"{table.url}: line {number}: expected a JSON object with the keys img and label, which is 0 or 1"
-                ) from None
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
         return list(rows(tables[0])), ("not hateful", "hateful")
@@ -135,7 +132,8 @@ def webvision(options: PrepareOptions) -> SourceFiles:
     its images, which depends on how they were resized and is not in the lists."""
     split, origin = options.split, options.origin
     blobs = files.list_tree(origin)
-    tables = [blob for path, blob in files.by_path(blobs, origin).items() if path in WEBVISION[split]]
+    paths = files.by_path(blobs, origin)
+    tables, names = [blob for path, blob in paths.items() if path in WEBVISION[split]], paths.get("info/synsets.txt")
     if not tables:
         raise files.missing_error(origin, f"{WEBVISION[split][0]} in it")
     images = [blob for blob in blobs if is_image(blob.url)]
@@ -150,10 +148,8 @@ def webvision(options: PrepareOptions) -> SourceFiles:
                 yield name, int(label)
 
     def listing() -> Listing:
-        try:
-            classes = [line.split()[0] for _, line in lines(f"{origin}/info/synsets.txt")]
-        except UserError:  # the lists hold class numbers, so the names can be missing
-            classes = []
+        # The lists hold class numbers, so the names can be missing.
+        classes = [line.split()[0] for _, line in lines(names.url)] if names else []
         if split == "train":
             return Listing(match_items(rows(), files.by_path(images, origin)), classes)
         return Listing(match_items(rows(), files.by_name(images), lambda name: PurePosixPath(name).name), classes)

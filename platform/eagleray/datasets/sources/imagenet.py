@@ -1,18 +1,24 @@
-"""ImageNet-1k and ImageNet-22k as a tar of class tars, as class tars or as folders, and the validation labels."""
+"""ImageNet-1k and ImageNet-22k as a tar of class tars, as class tars or as folders, with the validation labels, and
+subsets of ImageNet-1k's classes.
+
+ImageNet-100 was chosen by CMC (Tian et al. 2020, arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017,
+"Deep Adaptive Image Clustering") and is used by Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after
+it, by SelfPatch; the repositories of both list the same ten classes.
+"""
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.data import tar_headers
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, class_labels, is_image, key_and_extension
 from eagleray.datasets.sources.matlab import load
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.datasets.sources.tars import gunzip, members
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
@@ -22,6 +28,22 @@ from eagleray.storage.range_file import Span
 CLASS = re.compile(r"n\d{8}")
 LARGEST_KIT = 2**28  # bytes of the development kit, of which it has three million
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+IMAGENET_100 = """
+n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
+n01983481 n02009229 n02018207 n02085620 n02086240 n02086910 n02087046 n02089867 n02089973 n02090622
+n02091831 n02093428 n02099849 n02100583 n02104029 n02105505 n02106550 n02107142 n02108089 n02109047
+n02113799 n02113978 n02114855 n02116738 n02119022 n02123045 n02138441 n02172182 n02231487 n02259212
+n02326432 n02396427 n02483362 n02488291 n02701002 n02788148 n02804414 n02859443 n02869837 n02877765
+n02974003 n03017168 n03032252 n03062245 n03085013 n03259280 n03379051 n03424325 n03492542 n03494278
+n03530642 n03584829 n03594734 n03637318 n03642806 n03764736 n03775546 n03777754 n03785016 n03787032
+n03794056 n03837869 n03891251 n03903868 n03930630 n03947888 n04026417 n04067472 n04099969 n04111531
+n04127249 n04136333 n04229816 n04238763 n04336792 n04418357 n04429376 n04435653 n04485082 n04493381
+n04517823 n04589890 n04592741 n07714571 n07715103 n07753275 n07831146 n07836838 n13037406 n13040303
+"""
+IMAGENET_10 = """
+n02056570 n02085936 n02128757 n02690373 n02692877 n03095699 n04254680 n04285008 n04467665 n07747607
+"""
+CLASSES = {"imagenet-100": IMAGENET_100.split(), "imagenet-10": IMAGENET_10.split()}
 LAYOUTS = "a tar of class tars, class tars n01440764.tar ..., or class folders n01440764/ ..."
 
 
@@ -131,12 +153,10 @@ def _devkit(url: str) -> dict[str, str]:
     that have no children.
     """
     parts, message = _devkit_files(url), f"{url}: not the development kit of ILSVRC 2012"
-    try:
+    with explained(message, KeyError, ValueError, TypeError, IndexError, OverflowError):
         synsets = load(parts["meta.mat"], message, variable_names=["synsets"], squeeze_me=True)["synsets"]
         wnids = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
         truth = [wnids[int(line)] for line in parts[TRUTH].split()]
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as e:
-        raise UserError(f"{message} ({type(e).__name__}: {e})") from None
     classes = set(wnids.values())
     if missing := classes - set(truth):
         raise UserError(f"{url}: {len(missing)} of {len(classes)} classes have no validation image")
@@ -147,11 +167,9 @@ def _devkit_files(url: str) -> dict[str, bytes]:
     names = ("meta.mat", TRUTH)
     if url.lower().endswith((".tar.gz", ".tgz")):
         files.find_file(url)
-        try:
+        with explained(f"{url}: cannot be unpacked", tar_headers.DamagedTar):
             kit = gunzip(url, LARGEST_KIT)
             spans = {PurePosixPath(m[0]).name: m for m in tar_headers.members(io.BytesIO(kit), len(kit))}
-        except tar_headers.DamagedTar as e:
-            raise UserError(f"{url}: cannot be unpacked: {e}") from None
         return {n: kit[spans[n].offset : spans[n].offset + spans[n].size] for n in names if n in spans}
     blobs = {PurePosixPath(b.url).name: b.url for b in files.list_tree(url)}
     if names[0] not in blobs:
@@ -159,3 +177,24 @@ def _devkit_files(url: str) -> dict[str, bytes]:
             url, "the development kit of ILSVRC 2012, which has data/meta.mat, or LOC_val_solution.csv"
         )
     return {n: bytes(store.store(url).get(blobs[n])) for n in names if n in blobs}
+
+
+def imagenet_subset(options: PrepareOptions) -> SourceFiles:
+    """Find ImageNet-1k in any of its layouts. The subset's classes are numbered in the sorted order of their names."""
+    whole = imagenet_1k(options)
+    return replace(whole, listing=partial(_subset_listing, options, whole))
+
+
+def _subset_listing(options: PrepareOptions, source: SourceFiles) -> Listing:
+    whole, classes = source.listing(), CLASSES[options.source]
+    if missing := sorted(set(classes) - set(whole.classes)):
+        few = f"{len(missing)} of {options.source}'s classes are missing: {', '.join(missing[:3])} ..."
+        raise UserError(f"{options.origin}: {few}")
+    return Listing(_of_classes(whole, classes), classes)
+
+
+def _of_classes(whole: Listing, classes: Sequence[str]) -> Iterator[Item]:
+    labels = class_labels(classes)
+    for item in whole.items:
+        if item.label >= 0 and whole.classes[item.label] in labels:
+            yield item._replace(label=labels[whole.classes[item.label]])

@@ -53,10 +53,10 @@ SCHEMA = pa.schema(
 class Listing:
     """The items of a source and the names of its classes."""
 
-    items: Iterable[Item]  # their order depends on the source alone
+    items: Iterable[Item]  # the order depends on the source alone
     classes: Sequence[str] = ()  # names in the order of the labels
     note: str = ""  # a line about what the source holds and the items lack
-    found: Callable[[], str] = str  # such a line that is known after the items
+    found: Callable[[], str] = str  # the same, where it is known only after the items were read
 
 
 def table(items: Iterable[Item]) -> pa.Table:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base import child
-from eagleray.base.errors import UserError
-from eagleray.storage import store
+from eagleray.base.errors import UserError, explained
+from eagleray.datasets.sources import files
 
 LARGEST = 2**30  # bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
 HEADER, COMPRESSED = 128, 15  # bytes before the first element of a file, and the type of a compressed one
@@ -55,11 +55,7 @@ def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
 
     Raises UserError when the file or a variable is missing.
     """
-    try:
-        data = store.store(url).get(url)
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such file") from None
-    arrays = load(bytes(data), f"{url}: expected a MATLAB file with {', '.join(names)}", variable_names=names)
+    arrays = load(files.read_bytes(url), f"{url}: expected a MATLAB file with {', '.join(names)}", variable_names=names)
     if missing := [name for name in names if name not in arrays]:
         raise UserError(f"{url}: expected a MATLAB file with {', '.join(names)}; {missing[0]} is missing")
     return [arrays[name] for name in names]
@@ -70,10 +66,8 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
 
     Raises UserError, beginning with `message`, when the bytes cannot be parsed or unpack to more than LARGEST bytes.
     """
-    try:
+    with explained(message, struct.error, zlib.error):
         unpacked = _unpacked(data)
-    except (struct.error, zlib.error) as e:
-        raise UserError(f"{message} ({type(e).__name__})") from None
     if unpacked > LARGEST:
         raise UserError(f"{message} (more than {LARGEST} bytes)")
     asked = json.dumps([LARGEST, list(variable_names), squeeze_me])

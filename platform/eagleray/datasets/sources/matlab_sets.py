@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from PIL import Image
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files, matlab
 from eagleray.datasets.sources.item import Item, Listing
 from eagleray.datasets.sources.lists import Rows, find_listed
-from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.raw_pixels import DIGITS, RAW
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
 
 NUMBERS = {"trainval": ("trnid", "valid"), "test": ("tstid",), "train": ("trnid",), "val": ("valid",)}
@@ -59,10 +58,9 @@ def cars(options: PrepareOptions) -> SourceFiles:
 
 def _cars(table: Blob) -> Rows:
     [annotations] = matlab.read_arrays(table.url, "annotations")
-    try:
+    wrong_types = ValueError, IndexError, AttributeError, TypeError, OverflowError
+    with explained(f"{table.url}: expected annotations with the fields fname and class", *wrong_types, why=False):
         rows = [(str(r["fname"].item()), int(r["class"].item())) for r in annotations.ravel()]
-    except (ValueError, IndexError, AttributeError, TypeError, OverflowError):
-        raise UserError(f"{table.url}: expected annotations with the fields fname and class") from None
     if wrong := [label for _, label in rows if label not in MAKES]:
         raise UserError(f"{table.url}: expected classes of 1 to {len(MAKES)}, found {wrong[0]:.3g}")
     return [(name, label - 1) for name, label in rows]

@@ -8,11 +8,10 @@ from pathlib import PurePosixPath
 import pyarrow as pa
 from pyarrow import csv
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_extension, metadata_json
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
@@ -54,7 +53,7 @@ def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
 
 def _rows(table: Blob) -> Iterator[dict[str, str]]:
     file = io.BufferedReader(RangeFile(Span("", table.url, 0, table.size)), READ)
-    try:
+    with explained(f"{table.url}: not a CSV of image ids", pa.ArrowException, UnicodeDecodeError):
         names = file.readline().decode("utf-8-sig").strip().split(",")
         if "ImageID" not in names:
             raise UserError(f"{table.url}: expected a column ImageID, found {', '.join(names)[:200]}")
@@ -66,5 +65,3 @@ def _rows(table: Blob) -> Iterator[dict[str, str]]:
         )
         for batch in reader:
             yield from batch.to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError) as e:
-        raise UserError(f"{table.url}: not a CSV of image ids: {' '.join(str(e).split())}") from None

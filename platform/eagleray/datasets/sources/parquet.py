@@ -1,40 +1,42 @@
 """Read Parquet files with a column of images: either bytes, or, as Hugging Face writes them, bytes with a file path."""
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagleray.base.errors import UserError
-from eagleray.data.parquet_pages import pages
+from eagleray.base.errors import UserError, explained
+from eagleray.data.parquet_columns import may_hold_images
+from eagleray.data.parquet_file import FREE, PER_BYTE, batches, excess, open_parquet
 from eagleray.data.tar_scan import LARGEST
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing, key_and_extension, metadata_json
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
-from eagleray.storage.range_file import READ, RangeFile, Span
+from eagleray.storage.shard_names import is_parquet
+from eagleray.storage.store import list_shards
 
 LABEL = "label"
 MOST_AT_ONCE = 2**32  # bytes of the images of one shard, and so of a row group
 FEW = 2**16  # rows that a file of any size may have; beyond that an image takes at least a byte
 MOST_TEXT = 2**31  # bytes of the metadata of one file
 ROWS = 256  # rows that are read at a time of the columns beside the images
-FREE, PER_BYTE = 2**26, 64  # bytes of memory that a page may take, and those for each of its bytes in the file
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
-    """Find a Parquet file, or all Parquet files of a folder. Whole numbers in a column named `label` are classes."""
-    if options.origin.lower().endswith(".parquet"):
+    """Find a Parquet file, all of a folder, or those that a pattern or an hf:// URL selects. Whole numbers in a column
+    named `label` are classes."""
+    if options.origin.startswith("hf://") or any(c in options.origin for c in "*?["):
+        blobs = [b for b in list_shards(options.origin) if is_parquet(b.url)]
+    elif options.origin.lower().endswith(".parquet"):
         blobs = [files.find_file(options.origin)]
     else:
-        blobs = [b for b in files.list_folder(options.origin + "/") if _is_parquet(b)]
+        blobs = [b for b in files.list_folder(options.origin + "/") if is_parquet(b.url)]
     if not blobs:
         raise files.missing_error(options.origin, "files that end in .parquet")
     column = _image_column(blobs[0], options.column)
@@ -74,48 +76,10 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
 def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) -> Iterator[pa.Buffer | None]:
     """Yield the images of a row group, in the order of its rows. They are read one by one, as all may be one large
     value that is stored once."""
-    for batch in _batches(file, url, group, [column], 1):
+    for batch in batches(file, url, group, [column], 1):
         cells = batch.column(0)
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
         yield from (cell.as_buffer() if cell.is_valid else None for cell in cells)
-
-
-def _excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> tuple[str, int]:
-    """Return why a row group cannot be read, or an empty text, and the bytes that the largest of its pages takes in
-    memory: some thousand bytes of a file may unpack to gigabytes, and its footer need not say so. Raises UserError."""
-    source = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True))
-    largest = 0
-    try:
-        for page in pages(cast(BinaryIO, source), file.metadata.row_group(group), columns):
-            largest = max(largest, page.unpacked)
-            if page.unpacked > FREE + PER_BYTE * page.packed:
-                return f"a page of its row group has {page.packed} bytes and takes {page.unpacked} in memory", largest
-    except ValueError as e:
-        raise UserError(f"{blob.url}: row group {group} cannot be read: {' '.join(str(e).split())[:300]}") from None
-    return "", largest
-
-
-def _batches(file: pq.ParquetFile, url: str, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield a row group, a few rows at a time: a page may say in a few bytes that all rows hold one large value."""
-    try:
-        yield from file.iter_batches(rows, row_groups=[group], columns=columns)
-    except (pa.ArrowException, OSError) as e:
-        raise UserError(f"{url}: row group {group} cannot be read: {' '.join(str(e).split())[:300]}") from None
-
-
-def open_parquet(blob: Blob) -> pq.ParquetFile:
-    """Open a Parquet file, local or on S3. Raises UserError when the file is not in the Parquet format."""
-    try:
-        file = pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
-        assert file.schema_arrow is not None  # is made now
-        return file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{blob.url}: not a Parquet file: {' '.join(str(e).split())}") from None
-
-
-def _is_parquet(blob: Blob) -> bool:
-    name = PurePosixPath(blob.url).name
-    return name.lower().endswith(".parquet") and not name.startswith((".", "_"))
 
 
 def _image_column(blob: Blob, column: str) -> str:
@@ -124,7 +88,7 @@ def _image_column(blob: Blob, column: str) -> str:
     Raises UserError when `column` holds no bytes, or when it is empty and the number of such columns is not one.
     """
     schema = open_parquet(blob).schema_arrow
-    names = [f.name for f in schema if _holds_images(f.type)]
+    names = [f.name for f in schema if may_hold_images(f.type)]
     if column and column not in names:
         raise UserError(
             f"--column {column}: not a column of bytes in {blob.url}; expected one of: {', '.join(names) or 'none'}"
@@ -133,12 +97,6 @@ def _image_column(blob: Blob, column: str) -> str:
         columns = f"{', '.join(names)}; name one with --column" if names else f"none among {', '.join(schema.names)}"
         raise UserError(f"{blob.url}: expected one column of bytes, found {columns}")
     return column or names[0]
-
-
-def _holds_images(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(f.name == "bytes" and _holds_images(f.type) for f in kind)
-    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))
 
 
 def _listing(blobs: list[Blob], column: str) -> Listing:
@@ -168,14 +126,14 @@ def _no_classes(column: str, blob: Blob) -> str:
         return ""
     found = f"values of the type {kind}"
     if pa.types.is_floating(whole):
-        whole_groups = [g for g in range(file.num_row_groups) if not _excess(blob, file, g, [LABEL])[0]]
+        whole_groups = [g for g in range(file.num_row_groups) if not excess(blob, file, g, [LABEL])[0]]
         rows = (row for group in whole_groups for row in _rows(file, blob.url, group, [LABEL]))
         values = (float(row[LABEL]) for row in rows if row[LABEL] is not None)
         wrong = next((value for value in values if not (value.is_integer() or math.isnan(value))), None)
         if wrong is None:
             return ""
         found = f"{wrong:g}"
-    place = "left out" if pa.types.is_nested(kind) or _holds_images(kind) else "kept in the .json of the images"
+    place = "left out" if pa.types.is_nested(kind) or may_hold_images(kind) else "kept in the .json of the images"
     return f"{blob.url}: the column {LABEL} holds {found}; expected whole numbers, so it is {place} and no class is set"
 
 
@@ -190,16 +148,14 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
     kind = file.schema_arrow.field(column).type
     path = f"{column}.path" if pa.types.is_struct(kind) and "path" in [f.name for f in kind] else None
     others = [f.name for f in file.schema_arrow if f.name != column and not pa.types.is_nested(f.type)]
-    others = [n for n in others if not _holds_images(file.schema_arrow.field(n).type)]
+    others = [n for n in others if not may_hold_images(file.schema_arrow.field(n).type)]
     stem, number, meta_bytes = PurePosixPath(blob.url).stem, 0, 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
-        try:
+        with explained(f"{blob.url}: row group {group} names a column that cannot be read", UnicodeDecodeError):
             size = math.ceil(max(_column_bytes(metadata, column), 0) / max(metadata.num_rows, 1))
-        except UnicodeDecodeError as e:
-            raise UserError(f"{blob.url}: row group {group} names a column that cannot be read: {e}") from None
         beside = others + ([path] if path else [])
-        (of_images, _), (of_others, page) = (_excess(blob, file, group, names) for names in ([column], beside))
+        (of_images, _), (of_others, page) = (excess(blob, file, group, names) for names in ([column], beside))
         if reason := of_images or of_others:
             for row in range(metadata.num_rows):
                 key = f"{stem}-{number:09d}".replace(".", "_")
@@ -230,13 +186,9 @@ def _rows(
     if not columns:
         yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
         return
-    try:
-        for batch in _batches(file, url, group, columns, at_once):
+    with explained(f"{url}: has a value that cannot be read", ValueError, OverflowError):
+        for batch in batches(file, url, group, columns, at_once):
             yield from batch.to_pylist()
-    except UserError:
-        raise
-    except (ValueError, OverflowError) as e:
-        raise UserError(f"{url}: has a value that cannot be read: {' '.join(str(e).split())[:300]}") from None
 
 
 def _column_bytes(group: Any, column: str) -> int:

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing
-from eagleray.datasets.sources.options import PrepareOptions
 from eagleray.datasets.sources.raw_pixels import RAW
-from eagleray.datasets.sources.source import Data, SourceFiles
+from eagleray.datasets.sources.source import Data, PrepareOptions, SourceFiles
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
@@ -70,11 +69,8 @@ def _rows_of_chunk(x: Any) -> int:
 
 def _dataset(url: str, size: int, name: str) -> Any:
     """Open a data set of an HDF5 file, local or by URL. Raises UserError."""
-    try:
+    missing = "pcam: its files need h5py, which is not installed: pip install 'eagleray[hdf5]'"
+    with explained(missing, ImportError, why=False):
         import h5py
-    except ImportError:
-        raise UserError("pcam: its files need h5py, which is not installed: pip install 'eagleray[hdf5]'") from None
-    try:
+    with explained(f"{url}: expected an HDF5 file with {name}", OSError, KeyError, ValueError, RuntimeError):
         return h5py.File(io.BufferedReader(RangeFile(Span("", url, 0, size)), READ), "r")[name]
-    except (OSError, KeyError, ValueError, RuntimeError) as e:
-        raise UserError(f"{url}: expected an HDF5 file with {name}: {' '.join(str(e).split())[:200]}") from None

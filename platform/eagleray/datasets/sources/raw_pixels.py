@@ -12,8 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources import files
 from eagleray.datasets.sources.item import Item, Listing
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Data, SourceFiles, read_ranges
+from eagleray.datasets.sources.source import Data, PrepareOptions, SourceFiles, read_ranges
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 

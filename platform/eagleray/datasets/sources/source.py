@@ -1,12 +1,14 @@
-"""Define what a source of images is: how its files are found and read, and the published facts about its data set."""
+"""Define the options of `eagleray prepare`, how the files of a source are found and read, and facts of its data set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
+from eagleray.base.numbers_given import whole
 from eagleray.datasets.sources.item import Item, Listing, items_of
-from eagleray.datasets.sources.options import PrepareOptions
+from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span, read_span
@@ -14,7 +16,48 @@ from eagleray.storage.range_file import Span, read_span
 Data = bytes | memoryview
 Read = Callable[[Sequence[Item]], Iterator[tuple[Item, Data]]]
 
-OWN = "not stated by the source: you have to know it"  # its licence
+OWN = "not stated by the source: you have to know it"  # the licence of such a source
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The settings of `eagleray prepare`: its source, its destination and how to write the shards.
+
+    The defaults are those of the command line."""
+
+    source: str
+    origin: str
+    destination: str
+    split: str = ""
+    labels: str = ""  # ground truth of ImageNet's validation images
+    images: str = ""  # folder of Open Images' image files
+    column: str = ""  # the column of images in a Parquet file
+    where: str = ""  # expression of SQL: of indexed shards, the samples for which it is true
+    columns: str = ""  # Parquet or CSV file with columns for it
+    size: int = 128  # MiB of source bytes per shard
+    max_side: int = 0  # pixels; 0: no limit
+    min_side: int = 0  # pixels
+    channels: int = 0  # 0 means red, green and blue
+    dedup: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise UserError for numbers that are none or too small."""
+        for name, least in {"size": 1, "max_side": 0, "min_side": 0, "channels": 0, "seed": 0}.items():
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+
+    def resolved(self) -> "PrepareOptions":
+        """Return a copy whose paths and URLs are absolute and have no slash at the end."""
+        names = ("origin", "destination", "labels", "images", "columns")
+        urls: dict[str, Any] = {name: getattr(self, name) for name in names}
+        urls = {name: url and store.absolute(url).rstrip("/") for name, url in urls.items()}
+        return replace(self, **urls)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options that the bytes of the shards depend on, by their names on the command line."""
+        names = {"origin": "FROM", "source": "SOURCE"}
+        kept = {k: v for k, v in asdict(self).items() if k != "destination"}
+        return {names.get(k) or "--" + k.replace("_", "-"): v for k, v in kept.items()}
 
 
 @dataclass(frozen=True)
@@ -22,7 +65,7 @@ class Dataset:
     """The published facts about a data set that recipes name."""
 
     title: str
-    short: str  # its name in the names of recipes
+    short: str  # the name in the names of recipes
     classes: int
     splits: Mapping[str, int]  # images of each split; the first split is the default of `eagleray prepare`
     obtain: str  # how a person gets it, as a sentence without its full stop
@@ -61,7 +104,7 @@ class Source:
     find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when the files are not there
     licence: str
     dataset: Dataset | None = None
-    splits: tuple[str, ...] = ()  # those of the data set when empty
+    splits: tuple[str, ...] = ()  # empty: the splits of the data set
     options: tuple[str, ...] = ()  # fields of PrepareOptions that only some sources take
 
     @property

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.data import tar_headers
 from eagleray.data.file_names import readable
 from eagleray.storage import store
@@ -51,10 +51,8 @@ def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
 def gunzip(url: str, most: int) -> bytes:
     """Return what a gzip file contains. Raises UserError when it is damaged or contains more than `most` bytes."""
     unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
-    try:
+    with explained(f"{url}: cannot be unpacked", zlib.error):
         data = unpacker.decompress(bytes(store.store(url).get(url)), most)
-    except zlib.error as e:
-        raise UserError(f"{url}: cannot be unpacked: {e}") from None
     if not unpacker.eof:
         why = f"contains more than {most} bytes" if unpacker.unconsumed_tail else "is cut off"
         raise UserError(f"{url}: cannot be unpacked: it {why}")

@@ -11,8 +11,7 @@ from PIL import Image
 from eagleray.base.errors import UserError
 from eagleray.datasets.shards import encode
 from eagleray.datasets.sources.lists import Rows, find_listed, lines, names_of, read_labels
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import Data, SourceFiles, read_ranges
+from eagleray.datasets.sources.source import Data, PrepareOptions, SourceFiles, read_ranges
 from eagleray.storage.blob import Blob
 
 VIDEOS, LISTS, NAMES = "UCF-101", "ucfTrainTestlist", "classInd.txt"

@@ -17,8 +17,7 @@ from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, begins_like_image, im
 from eagleray.data.tar_scan import LABEL, LARGEST, MEMBERS, NO_IMAGE, START, key_and_extension
 from eagleray.datasets.sources.files import find_file
 from eagleray.datasets.sources.item import Item, Listing, to_json
-from eagleray.datasets.sources.options import PrepareOptions
-from eagleray.datasets.sources.source import SourceFiles
+from eagleray.datasets.sources.source import PrepareOptions, SourceFiles
 from eagleray.datasets.sources.tars import SPARSE, DamagedTar, members_and_holes
 from eagleray.storage import store
 from eagleray.storage.blob import Blob

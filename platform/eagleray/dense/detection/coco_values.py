@@ -8,7 +8,7 @@ from typing import Any
 
 SIDE = 2**16  # pixels, more than any image that decodes
 MOST_TURNS = 100  # length of a polygon in times of the height and width of its image together
-PIXELS = 178_956_970  # of an image that decodes, at most
+PIXELS = 178_956_970  # the largest image that decodes
 
 
 def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ are few."""
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from eagleray.base.errors import UserError
-from eagleray.base.files import is_file
+from eagleray.base.errors import UserError, explained
 from eagleray.data.decode import BadImage, decode
 from eagleray.dense.detection.coco_values import is_mask, is_numbers, shown, wrong_values
 from eagleray.dense.detection.scores import area, to_mask
@@ -45,7 +45,7 @@ class Coco(Dataset[Example]):
 
     file: Path
     tree: dict[str, list[dict[str, Any]]]  # the content of the file; every annotation has `id`, `area` and `iscrowd`
-    paths: list[Path]  # of each image
+    paths: list[Path]  # one for each image
     objects: list[list[dict[str, Any]]]  # annotations of each image, crowds included
     categories: dict[int, str]  # names by id, in order of ids
     flip: bool = False  # mirror half of the images, in training
@@ -165,22 +165,16 @@ def read_image(path: Path) -> Tensor:
     """Read an image (3, H, W), uint8.
 
     Raises UserError when it cannot be read or does not decode."""
-    try:
+    with explained(f"{path}: cannot be read", OSError, BadImage):
         return decode(path.read_bytes())
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    except BadImage as e:
-        raise UserError(f"{path}: does not decode: {e}") from None
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
     """Read a COCO file and renumber its annotations from 1, as COCO's evaluation code takes id 0 for "no annotation".
 
     Raises UserError, naming the first problem, when the file is not valid."""
-    try:
+    with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
         tree = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{file}: cannot be read as JSON: {' '.join(str(e).split())}") from None
     for problem in problems(tree):
         raise UserError(f"{file}: {problem}")
     sizes = {i["id"]: (i["height"], i["width"]) for i in tree["images"]}
@@ -225,9 +219,9 @@ def image_paths(folder: Path, split: str, file: Path, images: Sequence[dict[str,
 
     Raises UserError when an image is missing."""
     folders = [folder / name.format(split) for name in FOLDERS]
-    images_folder = next((p for p in folders if is_file(p / images[0]["file_name"])), folders[0])
+    images_folder = next((p for p in folders if os.path.isfile(p / images[0]["file_name"])), folders[0])
     paths = [images_folder / image["file_name"] for image in images]
-    missing = [image["file_name"] for image, path in zip(images, paths, strict=True) if not is_file(path)]
+    missing = [image["file_name"] for image, path in zip(images, paths, strict=True) if not os.path.isfile(path)]
     if missing:
         name = images_folder / missing[0][:100]
         raise UserError(f"{name}: no such image; {len(missing)} of the {len(paths)} in {file} are missing")

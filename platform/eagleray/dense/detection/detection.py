@@ -25,8 +25,7 @@ from eagleray.dense.detection.train import DetectionSchedule, fit, load_schedule
 from eagleray.engine.precision import autocast
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
-from eagleray.protocols.drop_path import set_drop_path
-from eagleray.protocols.fine_tuning import read_beforehand
+from eagleray.protocols.fine_tuning import read_beforehand, set_drop_path
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual.draw import Tile, pixels, sheet

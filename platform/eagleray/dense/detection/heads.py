@@ -24,8 +24,8 @@ Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None
 Shapes = list[tuple[int, int]]  # height and width of each image
 RATIOS = (0.5, 1.0, 2.0)  # height by width of the anchors
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels, from 0 to 1
-HIDDEN = 1024  # of the two layers of a box head
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # statistics of ImageNet's pixels, from 0 to 1
+HIDDEN = 1024  # width of the two layers of a box head
 # For each stage of a cascade: the least overlap of a region with its object, the factor of the box offsets, and the
 # weight of its losses (Cai and Vasconcelos, section 4; the weights are mmdetection's).
 STAGES = ((0.5, 10.0, 1.0), (0.6, 20.0, 0.5), (0.7, 30.0, 0.25))

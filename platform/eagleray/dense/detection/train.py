@@ -26,7 +26,7 @@ from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own
 from eagleray.storage.ordered_map import ordered_map
 
 FOLDER = "pipelines/detection"
-THREADS = 8  # that read and decode images
+THREADS = 8  # number of threads that read and decode images
 
 # The keys that came later are left out of the settings where they have their default, so that a training which was
 # begun without them continues: its folder is named after the settings.
@@ -39,7 +39,7 @@ class DetectionSchedule:
     cascade: bool = False  # three stages of heads instead of one
     head: Literal["fpn", "c4"] = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
     convolutions: bool = False  # four in each box head, a GIoU loss, and in a cascade offsets of each class
-    parts: Parts = "torchvision"  # whose regions and box losses; detectron2's are mmdetection's too
+    parts: Parts = "torchvision"  # library that regions and box losses follow; detectron2's are mmdetection's too
     frozen: bool = False  # a ResNet's stem, first stage and batch norm stay as they are
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
@@ -50,8 +50,8 @@ class DetectionSchedule:
     sizes: tuple[PositiveInt, ...] = (800,)  # pixels of the short side: drawn in training, the last one to test
     longest: PositiveInt = 1333  # pixels of the long side at most
     crop: bool = False  # half of the training images are cropped before, as in DETR
-    channels: PositiveInt = 256  # of the pyramid's maps
-    regions: PositiveInt = 512  # of an image in the loss
+    channels: PositiveInt = 256  # width of the pyramid's maps
+    regions: PositiveInt = 512  # number of regions of an image in the loss
     anchor: PositiveFloat = 8.0  # width of an anchor in cells
     seed: NonNegativeInt = 0
 

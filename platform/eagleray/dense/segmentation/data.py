@@ -18,8 +18,9 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
-from eagleray.base.errors import UserError
-from eagleray.data.decode import BadImage, decode, reason
+from eagleray.base.errors import UserError, explained
+from eagleray.data.decode import BadImage, decode
+from eagleray.data.pixels import decoding
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
@@ -96,10 +97,8 @@ class Masks:
 
         Raises UserError when a file does not decode, when image and mask differ in size, or when a value in the mask is
         not the number of a class."""
-        try:
+        with explained(str(pair.image), BadImage):
             image = decode(pair.image.read_bytes())
-        except BadImage as e:
-            raise UserError(f"{pair.image}: {e}") from None
         values = read_mask(pair.mask)
         if values.shape != image.shape[1:]:
             (h, w), (_, height, width) = values.shape, image.shape
@@ -147,11 +146,8 @@ def read_mask(path: Path) -> NDArray[np.int64]:
     """Read the values (H, W) of a mask.
 
     Raises UserError when the file does not decode or has more than one channel."""
-    try:
-        with Image.open(path) as mask:
-            values = np.asarray(mask)
-    except Exception as e:  # PIL raises errors of many types for broken files
-        raise UserError(f"{path}: {reason(e)}") from None
+    with explained(str(path), BadImage), decoding(), Image.open(path) as mask:
+        values = np.asarray(mask)
     if values.ndim != 2:
         raise UserError(f"{path}: has {values.shape[2]} channels; expected one, the class of each pixel")
     return values.astype(np.int64)

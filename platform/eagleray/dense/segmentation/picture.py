@@ -15,7 +15,7 @@ from eagleray.base.plotting import DPI
 from eagleray.dense.segmentation.data import IGNORED
 from eagleray.dense.segmentation.scores import class_scores
 
-GOLDEN = 0.618034  # of the circle of hues from one class to the next, so that consecutive classes differ
+GOLDEN = 0.618034  # share of the circle of hues between consecutive classes, which makes them differ
 NONE = (32, 32, 32)  # pixels of no class
 WIDTH = 3.2  # inches of an image
 NAMES = 40  # in a legend at most

@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import resize
 from eagleray.dense.segmentation.data import IGNORED, resized_shape
 from eagleray.views.photometric import normalise
 
-SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # of the images behind DRLoc's and Swin's numbers; each is also mirrored
+SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # sizes behind DRLoc's and Swin's numbers; each is also mirrored
 Net = Callable[[Tensor], Tensor]  # normalised images (B, 3, H, W) to scores (B, C, H, W)
 
 

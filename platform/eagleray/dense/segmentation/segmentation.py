@@ -26,9 +26,8 @@ from eagleray.dense.segmentation.heads import SemanticFPN, UPerNet
 from eagleray.dense.segmentation.picture import Comparison, draw, table
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.digests import digest, tree_digest, weights_digest
-from eagleray.protocols.drop_path import set_drop_path
 from eagleray.protocols.eval_mode import explain_failure
-from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own, read_beforehand
+from eagleray.protocols.fine_tuning import Trainee, divide, fine_tune, own, read_beforehand, set_drop_path
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
 from eagleray.storage.ordered_map import ordered_map

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from eagleray.base import dist
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.base.progress import seconds_left
 from eagleray.data.decode import BadImage, decode
 from eagleray.dense.catalogue import Davis
@@ -327,10 +327,8 @@ def read_frame(path: Path) -> Tensor:
     """Read a frame (3, H, W), uint8.
 
     Raises UserError when the image does not decode."""
-    try:
+    with explained(f"{path}: cannot be read", BadImage):
         return decode(path.read_bytes())
-    except BadImage as e:
-        raise UserError(f"{path}: cannot be read ({e})") from None
 
 
 def read_mask(path: Path, binary: bool) -> Masks:
@@ -339,9 +337,6 @@ def read_mask(path: Path, binary: bool) -> Masks:
     If `binary`, all pixels that are not 0 become 1.
 
     Raises UserError when the mask does not decode."""
-    try:
-        with Image.open(path) as image:
-            mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({type(e).__name__})") from None
+    with explained(f"{path}: cannot be read", OSError), Image.open(path) as image:
+        mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))
     return (mask > 0).astype(np.uint8) if binary else mask

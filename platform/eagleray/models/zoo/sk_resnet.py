@@ -28,7 +28,7 @@ class SKResNet(ResNet):
         channels = [width * c for c in (64, 128, 256, 512)]
         stem = {"stem_type": "deep", "stem_width": width * 32}
         super().__init__(SKBottleneck, channels=channels, avg_down=True, **stem, **options)  # type: ignore[arg-type]
-        # TensorFlow's: an even side is padded at its end alone.
+        # TensorFlow's padding: an even side is padded at its end alone.
         self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # type: ignore[assignment]
 
     def init_weights(self, zero_init_last: bool = True) -> None:

@@ -21,7 +21,8 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor, nn
 
-from eagleray.models.packing import add, drop_factors, drop_rates, even, of_tokens
+from eagleray.base.autocast import product_dtype
+from eagleray.models.tokens import add, drop_factors, drop_rates, even, joined, of_tokens
 
 TINY = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
 SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
@@ -50,7 +51,7 @@ class PadFirst(SwinTransformerBlock):
     C channels.
     """
 
-    layouts: dict[tuple[int, int, torch.device], Windows]
+    layouts: dict[tuple[Any, ...], Windows]  # all blocks of a model share them
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output (B, h, w, C) for tokens x (B, h, w, C)."""
@@ -70,31 +71,21 @@ class PadFirst(SwinTransformerBlock):
     def _attn(self, x: Tensor) -> Tensor:
         """Return the attention's output (B, h, w, C) for tokens x (B, h, w, C)."""
         take, back, mask = self._layout(x.shape[1], x.shape[2], x.device)
+        x = x.to(product_dtype(x))  # before the tokens are moved, as half the bytes move
         within = reorder(x.flatten(1, 2), take, back)
         out = self.attn(within.view(-1, self.window_area, x.shape[3]), mask)
         return reorder(out.view(len(x), len(take), -1), back, take).view_as(x)
 
     def _attn_sizes(self, x: Tensor, shapes: Sequence[Grid]) -> Tensor:
         """Return the attention's output (T, C) for the tokens x (T, C) of crops of several sizes."""
-        layouts = [self._layout(h, w, x.device) for _, h, w in shapes]
-        parts = x.split([b * h * w for b, h, w in shapes])
-        within = [
-            reorder(part.view(b, h * w, -1), take, back).flatten(0, 1)
-            for part, (b, h, w), (take, back, _) in zip(parts, shapes, layouts, strict=True)
-        ]
-        attn: Any = self.attn
-        out = attn.sizes(torch.cat(within), [(len(y), t.mask) for y, t in zip(within, layouts, strict=True)])
-        outs = [
-            reorder(part.view(b, len(take), -1), back, take).flatten(0, 1)
-            for part, (b, _, _), (take, back, _) in zip(
-                out.split([len(y) for y in within]), shapes, layouts, strict=True
-            )
-        ]
-        return torch.cat(outs)
+        # Each size on its own: to put their tokens and the gradients of these together would take longer than it saves.
+        parts = x.to(product_dtype(x)).split([b * h * w for b, h, w in shapes])
+        outs = [self._attn(part.view(*shape, -1)) for part, shape in zip(parts, shapes, strict=True)]
+        return joined([out.flatten(0, 2) for out in outs])
 
     def _layout(self, h: int, w: int, device: torch.device) -> Windows:
         """Return how a grid of h x w tokens lies in windows, worked out once."""
-        key = (h, w, device)
+        key = (self.window_size, self.shift_size, h, w, device)
         if key not in self.layouts:
             self.layouts[key] = self._windows(h, w, device)
         return self.layouts[key]
@@ -111,32 +102,22 @@ class PadFirst(SwinTransformerBlock):
 
 
 class WindowAttention(timm.models.swin_transformer.WindowAttention):  # type: ignore[misc]
-    """timm's attention within windows, but the mask is added to the bias and not to the scores of every image."""
+    """timm's attention within windows, whose scores are never in memory where the device's attention takes a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the output (W, N, C) for the tokens of windows (W, N, C); `mask` (V, N, N) is of every V windows."""
-        return self.sizes(x.flatten(0, 1), [(len(x) * x.shape[1], mask)]).view_as(x)
-
-    def sizes(self, x: Tensor, parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
-        """Return the output (P, C) for tokens (P, C) in windows; `parts` are the tokens of each size and its mask."""
+        # Unbound before the heads are moved, as in tokens.by_head.
+        each = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in each)  # (W, heads, N, d)
         bias = self._get_rel_pos_bias()  # (1, heads, N, N)
-        rows = self.qkv(x).split([n for n, _ in parts])
-        out = [
-            self._within(qkv, bias if mask is None else bias + mask.unsqueeze(1))
-            for qkv, (_, mask) in zip(rows, parts, strict=True)
-        ]
-        projected: Tensor = self.proj_drop(self.proj(torch.cat(out) if len(out) > 1 else out[0]))
+        if mask is None:
+            bias = bias.to(q.dtype)
+        else:
+            bias = (bias + mask.unsqueeze(1)).to(q.dtype).repeat(len(x) // len(mask), 1, 1, 1)
+        drop = self.attn_drop.p if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, bias, drop, scale=self.scale)
+        projected: Tensor = self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
         return projected
-
-    def _within(self, qkv: Tensor, bias: Tensor) -> Tensor:
-        """Return the attention's sums (P, C) of the queries, keys and values (P, 3 C) of windows of one size."""
-        n, heads = self.window_area, self.num_heads
-        qkv = qkv.view(-1, n, 3, heads, qkv.shape[1] // (3 * heads))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2).unbind(0)  # (W * heads, N, d)
-        scores = torch.bmm(q * self.scale, k.mT).view(-1, *bias.shape) + bias
-        rows = self.attn_drop(self.softmax(scores.view(-1, heads, n, n)))
-        out = torch.bmm(rows.flatten(0, 1), v).view(-1, heads, n, v.shape[2])
-        return out.transpose(1, 2).reshape(len(qkv) * n, -1)
 
 
 class _Reorder(torch.autograd.Function):
@@ -169,11 +150,24 @@ class EsViTSwin(SwinTransformer):
     def __init__(self, **options: Any) -> None:
         norm = partial(nn.LayerNorm, eps=1e-6)
         super().__init__(**{"strict_img_size": False, "norm_layer": norm, "drop_path_rate": 0.0, **options})
+        layouts: dict[tuple[Any, ...], Windows] = {}
         for block in self.modules():
             if isinstance(block, SwinTransformerBlock):
                 block.__class__ = PadFirst  # the same parameters and buffers, another forward
                 block.attn.__class__ = WindowAttention
-                block.layouts = {}  # type: ignore[assignment]
+                block.layouts = layouts  # type: ignore[assignment]
+
+    def fill_layouts(self, images: Sequence[Tensor]) -> None:
+        """Work out how images (B, 3, H, W) of several sizes lie in the windows of every block."""
+        embed: Any = self.patch_embed
+        layers: Any = self.layers
+        for x in images:
+            h, w = embed.dynamic_feat_size(x.shape[2:])
+            for stage in layers:
+                if not isinstance(stage.downsample, nn.Identity):
+                    h, w = -(-h // 2), -(-w // 2)
+                for block in stage.blocks:
+                    block._layout(h, w, x.device)
 
     def packs(self) -> bool:
         """Return whether `forward_sizes` computes what `forward_features` does: whether no block is changed."""
@@ -196,7 +190,7 @@ class EsViTSwin(SwinTransformer):
         for stage in self.layers:
             parts = [stage.downsample(part) for part in parts]
             shapes = [part.shape[:3] for part in parts]
-            x, n = torch.cat([part.flatten(0, 2) for part in parts]), len(stage.blocks)
+            x, n = joined([part.flatten(0, 2) for part in parts]), len(stage.blocks)
             own = None if drawn is None else drawn[done : done + n]
             for block, keep in zip(stage.blocks, of_tokens(own, [(b, h * w) for b, h, w in shapes], n), strict=True):
                 x = block.forward_sizes(x, shapes, keep)

@@ -173,7 +173,7 @@ class WindowAttention(Attention):
         super().__init__(dim, heads, tokens, reach)
         self.window = window
         at = positions(window, window)
-        begin = (positions(3, 3) - 1) * window  # where each of the 3 by 3 windows begins
+        begin = (positions(3, 3) - 1) * window  # the first token of each of the 3 by 3 windows
         index = [offsets(at, at + b, reach) for b in begin]
         self.register_buffer("index", torch.stack(index, 1), persistent=False)  # (s * s, 9, s * s)
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer import SwinTransformer, WindowAttention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from eagleray.base.contexts import replaced
 from eagleray.base.errors import UserError
 from eagleray.base.plotting import BLUE, DPI, GREY
 from eagleray.data.index import Index
@@ -175,14 +176,9 @@ def maps(backbone: Backbone, images: Tensor) -> Maps:
     return Maps(rows[:, :, -rows.shape[-1] :], rows[:, :, 0] if has_token else None, grid)
 
 
-def has_attention(backbone: Backbone) -> bool:
-    """Return whether the attention of a model can be read."""
-    return isinstance(backbone.model, VisionTransformer | SwinTransformer)
-
-
 def check_attention(backbone: Backbone) -> None:
     """Raise UserError for a model whose attention cannot be read."""
-    if not has_attention(backbone):
+    if not isinstance(backbone.model, VisionTransformer | SwinTransformer):
         name = type(backbone.model).__name__
         raise UserError(f"attention: {name} has no attention that can be read; expected a ViT or a Swin transformer")
 
@@ -229,15 +225,9 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
     block = backbone.model.layers[-1].blocks[-1]
     rows: list[Tensor] = []
     hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
-    fused, block.attn.fused_attn = (
-        block.attn.fused_attn,
-        False,
-    )  # it would not call the softmax with the hook
-    try:
+    # Fused attention, timm's and ours, would not call the softmax with the hook.
+    with hook, replaced(block.attn, "__class__", WindowAttention), replaced(block.attn, "fused_attn", False):
         h, w = backbone(images).grid
-    finally:
-        block.attn.fused_attn = fused
-        hook.remove()
     window = windows(block, (h, w)).to(images.device)  # (W, T) patches from 1 on, 0 for padding
     within = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
     n = h * w
@@ -262,9 +252,6 @@ def windows(block: Any, grid: tuple[int, int]) -> Tensor:
             recorded.append(x)
             return x
 
-    attn, block.attn = block.attn, Recorder()
-    try:
+    with replaced(block, "attn", Recorder()):
         block._attn(torch.arange(1.0, 1 + grid[0] * grid[1]).view(1, *grid, 1))
-    finally:
-        block.attn = attn
     return recorded[0].squeeze(-1).round().long()

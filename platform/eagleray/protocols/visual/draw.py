@@ -53,12 +53,11 @@ def pixels(image: Tensor) -> Pixels:
     return np.divide(image.permute(1, 2, 0).cpu().numpy(), 255, dtype=np.float32)
 
 
-def heat_overlay(image: Tensor, heat: Tensor, largest: Tensor | None = None) -> Pixels:
-    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values; the `largest` value () is the brightest,
-    by default that of the map."""
+def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
+    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values, the largest of which is the brightest."""
     from matplotlib import colormaps
 
-    large = enlarge(heat / (heat.max() if largest is None else largest).clamp(min=1e-12), image)
+    large = enlarge(heat / heat.max().clamp(min=1e-12), image)
     return (1 - OVER) * pixels(image) + OVER * colormaps["inferno"](large)[..., :3].astype(np.float32)
 
 

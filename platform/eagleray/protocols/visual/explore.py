@@ -1,11 +1,10 @@
-"""Visualise a backbone's features: principal components of patches, nearest images, and matching patches.
+"""Visualise the patch features of a backbone: their principal components, and matching patches.
 
 The principal components follow figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar pairs of
 patches, between two views of an image or between two images, follow figures 5 and 9 of Li et al. 2021 (EsViT),
 arXiv:2106.09785."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,36 +12,29 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
 from eagleray.config.view import View
 from eagleray.data.decode import BadImage, decode
 from eagleray.data.index import Index
 from eagleray.models.backbone import Backbone, Features
-from eagleray.protocols.catalogue import Components, Neighbours, Pairs
+from eagleray.protocols.catalogue import Components, Pairs
 from eagleray.protocols.correspondence import matches
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import image, no_image_error, subset
+from eagleray.protocols.features import no_image_error, subset
 from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
+from eagleray.protocols.visual.neighbours import nearest
 from eagleray.views import photometric
 from eagleray.views import sampling as drawing
 from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import centre_crop, crop
 
-BATCH = 32
 EDGE = 0.01  # share of the patches whose colours are clipped at each end of a component
 SCALE = (0.4, 0.6)  # area of the second view, as a share of the image
 TITLE = "The ten most similar patches, by rank."
 MARKS = "Blue dot, red triangle: the region nearest to the global feature of the image itself, of the other one."
-
-
-class Nearest(NamedTuple):
-    """The k nearest neighbours of q queries, the nearest first."""
-
-    rows: Tensor  # (q, k)
-    cosine: Tensor  # (q, k)
 
 
 @torch.inference_mode()
@@ -122,59 +114,6 @@ def spread(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-@in_eval_mode
-def neighbours(backbone: Backbone, index: Index, settings: Neighbours, workspace: Workspace) -> Outcome:
-    """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
-
-    With labels, also measure the percentage of neighbours that have the query's class. These have a green frame.
-
-    Raises UserError when fewer than two images decode."""
-    device, size = next(backbone.parameters()).device, settings.size
-    samples: list[int] = []
-    parts = []
-    for rows_read, crops in batches(index, subset(np.arange(len(index)), settings.limit), size, size, BATCH):
-        samples += rows_read
-        parts.append(backbone.pooled(photometric.normalise(crops, device)).float().cpu())
-    if len(samples) < 2:
-        raise UserError(f"{index.shards[0].url}: {len(samples)} images in these shards decode; expected 2 or more")
-    chosen = torch.linspace(0, len(samples) - 1, min(settings.queries, len(samples))).round().long()
-    near = nearest(torch.cat(parts), chosen, settings.k)
-    labels = index.label[samples] if index.labelled else None
-    rows: dict[str, list[draw.Tile]] = {}
-    for query, others, cosines in zip(chosen.tolist(), near.rows.tolist(), near.cosine.tolist(), strict=True):
-        tiles = [draw.Tile(read(index, samples[query], size), "query")]
-        for other, cosine in zip(others, cosines, strict=True):
-            edge = "" if labels is None else frame(labels[query], labels[other])
-            tiles.append(draw.Tile(read(index, samples[other], size), f"cosine {cosine:.2f}", edge=edge))
-        rows[f"image {samples[query]}\n{index.key(samples[query])[:12]}"] = tiles
-    green = "; green: of the query's class" if labels is not None else ""
-    title = f"The {near.rows.shape[1]} nearest of {len(samples)} images{green}"
-    numbers = {"neighbours/cosine": near.cosine.mean().item()}
-    if labels is not None:
-        theirs, own = labels[near.rows.numpy()], labels[chosen.numpy()][:, None]
-        if (known := (theirs >= 0) & (own >= 0)).any():
-            numbers["neighbours/same_class"] = 100 * float((theirs == own)[known].mean())
-    workspace.note(f"neighbours: {len(samples)} images, mean cosine {numbers['neighbours/cosine']:.3f}")
-    details = {"size": size, "images": len(samples), "queries": len(chosen), "k": near.rows.shape[1]}
-    return Outcome(numbers, details, (draw.sheet(rows, workspace.out / "neighbours.png", title),))
-
-
-def frame(one: int, other: int) -> str:
-    """Return the colour of the frame for the labels of a query and its neighbour; empty if either has no label."""
-    return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
-
-
-def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
-    """Find, for each of the vectors in rows `queries` (q,) of x (n, D), the k nearest other vectors."""
-    unit = F.normalize(x, dim=1)
-    cosine = unit[queries] @ unit.T
-    cosine[torch.arange(len(queries)), queries] = -torch.inf
-    values, order = cosine.sort(dim=1, descending=True, stable=True)
-    k = min(k, len(x) - 1)
-    return Nearest(order[:, :k], values[:, :k])
-
-
-@torch.inference_mode()
 def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspace) -> Outcome:
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
@@ -237,10 +176,8 @@ def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
         if sample is None:
             raise UserError(f"{option} {name}: neither an image file nor the key of a sample of these shards")
         data = index.read(sample, sample + 1)
-    try:
+    with explained(f"{option} {name}", BadImage):
         return centre_crop(decode(data), resize=size, size=size)
-    except BadImage as e:
-        raise UserError(f"{option} {name}: {e}") from None
 
 
 def matched(one: Features, i: int, other: Features, j: int, image: Tensor, second: Tensor) -> draw.Pair:
@@ -324,10 +261,3 @@ def features_of(backbone: Backbone, x: Tensor) -> Features:
     """Return the features of normalised images (B, 3, H, W) on the CPU, as float32."""
     pooled, patches, grid = backbone(x.to(next(backbone.parameters()).device))
     return Features(pooled.float().cpu(), patches.float().cpu(), grid)
-
-
-def read(index: Index, sample: int, size: int) -> draw.Pixels:
-    """Read the centre crop of a sample that is known to decode."""
-    picture = image(index, sample, size, size)
-    assert picture is not None  # it decoded a moment ago
-    return draw.pixels(picture)

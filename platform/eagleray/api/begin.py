@@ -1,0 +1,73 @@
+"""Begin a run: check what can be wrong with it, and write what it begins with.
+
+That takes PyTorch, and half a gigabyte with it. On a cluster a process does it that ends then, as the command that goes
+on to wait for the run's workers shares the memory of the head with those of all other runs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eagleray import config
+from eagleray.base import child
+from eagleray.base.console import out as console
+from eagleray.base.console import say
+from eagleray.cluster.ray_map import scanner
+from eagleray.config import plugins
+from eagleray.runs import layout
+from eagleray.runs.background import side_work
+from eagleray.runs.recipe import Recipe
+from eagleray.runs.run_store import run_store
+from eagleray.runs.summary import finished
+
+if TYPE_CHECKING:
+    from eagleray.runs.plan import Plan
+
+
+class Begun(NamedTuple):
+    """A run that a command may wait for."""
+
+    steps: int  # planned steps of the whole run
+    batch: int  # images of a step
+    done: bool  # whether the run had taken all its steps before
+
+
+def begin(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
+    """Check the run of a recipe whose paths are absolute, and write what it begins with, unless it is done. `command`
+    is the user's, word by word; `insist` is as in `pretrain`. Raises UserError and Outage."""
+    from eagleray.runs.begin import begin_run, checked_plan
+
+    plan = checked_plan(recipe, scanner())
+    done = finished(run_store(recipe.out).view, plan.steps) is not None
+    if not done:
+        begin_run(plan, command, insist=insist)
+        note_choice(plan)
+    return Begun(plan.steps, plan.stream.batch, done)
+
+
+def begin_apart(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
+    """Do as `begin` in a process that ends, with whatever it has imported. Raises what that raises, and RuntimeError
+    when the process dies."""
+    given = config.to_plain(recipe), plugins.pack(recipe.plugins), list(command), insist, console.quiet
+    return child.call("eagleray.api.begin:begin_sent", *given)  # type: ignore[no-any-return]
+
+
+def begin_sent(
+    tree: dict[str, Any], packed: Mapping[str, plugins.Sources], command: Sequence[str], insist: bool, quiet: bool
+) -> Begun:
+    """Do as `begin` for a recipe that was sent as a tree, with the sources of its plug-ins."""
+    console.quiet = quiet
+    plugins.install(packed)
+    return begin(config.check(Recipe, tree, "recipe"), command, insist=insist)
+
+
+def note_choice(plan: "Plan") -> None:
+    """Write into the run folder which samples the run reads, where its recipe chooses some, for the report."""
+    run, selection = run_store(plan.recipe.out), plan.stream.selection
+    if selection is None or json.loads(run.get(layout.CHOICE) or "{}").get("digest") == selection.digest:
+        return
+    from eagleray.reports.draw_choice import choice_of_plan
+
+    with side_work("warning: the report will not show the choice of samples", say):
+        run.put(layout.CHOICE, json.dumps(asdict(choice_of_plan(plan))))

@@ -1,0 +1,20 @@
+"""What a machine needs to compile code for its devices while a run goes on, and whether it has that."""
+
+import importlib.util
+import os
+import shutil
+
+import torch
+
+from eagleray.base.devices import is_accelerator
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Return what torch.compile lacks for a device: a C++ compiler for a CPU, Triton and a C compiler for others."""
+    if not is_accelerator(device):
+        compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+        return None if any(map(shutil.which, compilers)) else "a C++ compiler (" + " or ".join(compilers) + ")"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton (the package triton)"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "a C compiler (" + " or ".join(compilers) + ")"

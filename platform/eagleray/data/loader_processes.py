@@ -1,0 +1,221 @@
+"""Starts loader processes, hands them what they read, logs what they log, and ends what stands still."""
+
+import errno
+import io
+import itertools
+import logging
+import logging.handlers
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from eagleray.base import fork_server
+from eagleray.base.errors import Outage, UserError
+from eagleray.config import plugins
+from eagleray.config.plugins import Sources
+from eagleray.data.shared_lane import shared_memory
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+IMPORTED = ("eagleray.data.loader", "boto3")  # modules that loader processes need
+LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
+SHARED = "/dev/shm"  # through which loader processes hand over what they have read
+OF_PROCESS = "in DataLoader worker process"  # PyTorch's words in the error of a loader process
+SAID = 200  # characters of an error of a loader process
+NAMED = 30.0  # seconds without a batch after which the log says what the loader processes do
+STOPPED = 120.0  # a process that is stopped for longer is given up
+SLACK = 120.0  # beyond the time for which a store may be away, after which any other is
+ALIGNED = 64  # bytes; the arrays that processes share begin at multiples of it
+
+_starting = threading.Lock()
+
+
+def processes(asked: int | Literal["auto"], cpus: float) -> int:
+    """Return the number of loader processes of a rank that has so many CPUs; auto leaves two of them to training."""
+    return max(int(cpus) - LEFT, 1) if asked == "auto" else asked
+
+
+def start_server() -> None:
+    """Start what loader processes are forked from, unless it runs. It imports in its own time what they need."""
+    fork_server.start(IMPORTED)
+
+
+@contextmanager
+def loaded(
+    dataset: IterableDataset[T], workers: int, **options: Any
+) -> Iterator[tuple[Iterator[T], Collection[BaseProcess]]]:
+    """A context in which loader processes iterate over a dataset, or this process where there are none; with an
+    iterator over what they load, and the processes. `options` are PyTorch's."""
+    if not workers:
+        yield _explained(DataLoader(dataset, batch_size=None, **options)), ()
+        return
+    start_server()
+    others = multiprocessing.active_children()
+    with _one_line(), _without_main():
+        records = fork_server.CONTEXT.Queue()
+        options |= {"multiprocessing_context": fork_server.CONTEXT, "worker_init_fn": partial(_begin, records)}
+        items = iter(DataLoader(_Sent(dataset), batch_size=None, num_workers=workers, **options))
+    processes = set(multiprocessing.active_children()).difference(others)
+    listener = logging.handlers.QueueListener(records, _Relay())
+    listener.start()
+    try:
+        yield _explained(items), processes
+    finally:
+        del items
+        listener.stop()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A context in which processes start that do not run the user's script again, as Python would let them."""
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Sent(IterableDataset[T]):
+    """A dataset that is sent to other processes with the environment and the plug-ins of this one. They share the
+    memory of its arrays."""
+
+    def __init__(self, dataset: IterableDataset[T]) -> None:
+        self.dataset = dataset
+        self.arrays: torch.Tensor | None = None  # the bytes of all arrays
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.dataset)
+
+    def __reduce__(self) -> Any:
+        file, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+        ForkingPickler(file, 5, True, arrays.append).dump(self.dataset)
+        parts = [array.raw() for array in arrays]
+        begins = [0, *itertools.accumulate(-(-len(part) // ALIGNED) * ALIGNED for part in parts)]
+        spans = [slice(begin, begin + len(part)) for begin, part in zip(begins, parts, strict=False)]
+        if self.arrays is None:
+            self.arrays = shared_memory(begins[-1])
+            for span, part in zip(spans, parts, strict=True):
+                self.arrays.numpy()[span] = part
+        return _received, (dict(os.environ), plugins.pack(), file.getvalue(), self.arrays, spans)
+
+
+def _received(
+    environment: Mapping[str, str], packed: Mapping[str, Sources], data: bytes, arrays: torch.Tensor, spans: list[slice]
+) -> IterableDataset[Any]:
+    """Return the dataset in a loader process, whose objects may be of classes of plug-ins."""
+    os.environ.clear()
+    os.environ.update(environment)
+    plugins.install(packed)
+    memory = arrays.numpy().data.toreadonly()
+    return pickle.loads(data, buffers=[memory[span] for span in spans])  # type: ignore[no-any-return]
+
+
+def _begin(records: Any, worker: int) -> None:
+    """End a loader process with its parent, which also logs what it logs."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.getLogger().handlers = [logging.handlers.QueueHandler(records)]
+
+
+def _end_with_parent() -> None:
+    """End this process once its parent has died. PyTorch looks for itself only between reads, and after seconds."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Relay(logging.Handler):
+    """Logs what a loader process has logged as if this process had."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def _explained(items: Iterable[T]) -> Iterator[T]:
+    """Yield what is loaded. An error is one line."""
+    with _one_line():
+        yield from items
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """A context in which an error of a loader process is raised as `of_process` says it."""
+    try:
+        yield
+    except Exception as e:
+        said = of_process(e)
+        raise said from (None if said is e else e)
+
+
+def of_process(error: Exception) -> Exception:
+    """Return an error of a loader process in one line; PyTorch's has the traceback of the process in its text."""
+    text = str(error).strip()
+    full = "shared memory" in text or SHARED in text or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+    if full and os.path.isdir(SHARED):
+        there, free = (f"{round(n / 2**20, 2):g} MiB" for n in shutil.disk_usage(SHARED)[::2])
+        return UserError(
+            f"a loader process found no room for its views: {SHARED} has {there}, {free} free; a larger one helps, in "
+            "containers docker's --shm-size=8g or a volume of medium Memory, and so does data.workers=0"
+        )
+    said = (text.splitlines() or [type(error).__name__])[-1].strip()[:SAID]
+    if OF_PROCESS in text and isinstance(error, UserError | Outage):
+        return type(error)(said.partition(": ")[2])
+    if OF_PROCESS in text or isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
+        return error if isinstance(error, Outage) else RuntimeError(f"a loader process died: {said}")
+    return error
+
+
+class LoaderWatch:
+    """Follows the processes of one loader inside its `with`. What is stopped at the end is killed: it hears no other
+    signal, and Python would wait for it when this process ends."""
+
+    def __init__(self, processes: Collection[BaseProcess], patience: float) -> None:
+        """`patience` is the number of seconds for which the store may be away."""
+        self.processes, self.patience, self.named = processes, patience, False
+
+    def __enter__(self) -> "LoaderWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if _state(process) == psutil.STATUS_STOPPED:
+                process.kill()
+
+    def look(self, waited: float) -> None:
+        """Warn when no batch has come for some seconds. Raises RuntimeError when none is to be expected any more."""
+        if waited < NAMED:
+            self.named = False
+            return
+        states = {p.pid: _state(p) for p in self.processes}
+        line = "; ".join([f"no batch for {waited:.0f} s", *(f"loader process {p} is {s}" for p, s in states.items())])
+        if not self.named:
+            log.warning("%s", line)
+            self.named = True
+        limit = STOPPED if psutil.STATUS_STOPPED in states.values() else self.patience + SLACK
+        if waited > limit:
+            raise RuntimeError(line)
+
+
+def _state(process: BaseProcess) -> str:
+    try:
+        return str(psutil.Process(process.pid).status())
+    except psutil.Error:
+        return "gone"

@@ -1,0 +1,207 @@
+"""Train classifiers on random crops of labelled images, as papers do, and test them on centre crops.
+
+The random crops are torchvision's RandomResizedCrop and a flip, nothing else. Each rank has some of the centre crops.
+
+The crops follow from the seed, the epoch and the sample, and the batches do not depend on the number of ranks. Of
+semi-supervised learning, the labelled images are the same number of each class, drawn by the seed, as Chen et al. 2020
+(SimCLR, arXiv:2002.05709, section 6) draw 1 % and 10 % of ImageNet, or those of a list such as theirs. H classifiers, C
+classes, D features."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagleray.base import cpu_share, dist
+from eagleray.base.errors import UserError, explained
+from eagleray.config.schedule import Progress
+from eagleray.config.view import View
+from eagleray.data.batch import Batch
+from eagleray.data.index import Index, Note
+from eagleray.data.loader import Loader
+from eagleray.data.loader_processes import processes
+from eagleray.data.reader import Stream
+from eagleray.data.selection import Selection
+from eagleray.models.backbone import Backbone
+from eagleray.protocols.features import LabelledFeatures, extract_features
+from eagleray.protocols.image_batches import BATCH, Reading
+from eagleray.protocols.probes import ProbeSets
+from eagleray.storage import store
+from eagleray.views.sampling import Views
+
+LANES = 64  # parts of the data that a batch is read from, as in pretraining; fewer where they do not divide it
+SAID = 5  # broken images that are named
+TOP = 5  # guesses that count besides the first
+
+
+@dataclass(frozen=True)
+class AugmentedBatches:
+    """The training batches of some samples of an index, for a number of epochs. Images at the end of an epoch that do
+    not fill a batch are left out of it."""
+
+    stream: Stream
+    epochs: int
+    device: torch.device
+    note: Note
+
+    @classmethod
+    def of(
+        cls,
+        index: Index,
+        samples: NDArray[np.int64],
+        *,
+        size: int,
+        batch: int,
+        epochs: int,
+        seed: int,
+        device: torch.device,
+        note: Note,
+    ) -> "AugmentedBatches":
+        """Describe the batches of square crops of `size` pixels.
+
+        Raises UserError when the samples do not fill a batch, and when there are more ranks than images in it."""
+        if batch > len(samples):
+            raise UserError(f"--batch {batch}: more than the {len(samples)} labelled images to train on")
+        if dist.size() > batch:
+            raise UserError(f"--workers {dist.size()}: expected at most {batch}, the images of a batch")
+        weight = np.zeros(len(index), np.float32)
+        weight[samples] = 1
+        # MoCo v3's and DINO's scripts crop with torchvision's defaults: this scale, bilinear.
+        view = View(size=size, scale=(0.08, 1.0), interpolation="bilinear", flip=0.5, jitter=0.0, gray=0.0)
+        selection = Selection(weight) if len(samples) < len(index) else None
+        stream = Stream(index, Views.of([view]), seed, math.gcd(batch, LANES), batch, selection=selection)
+        return cls(stream, epochs, device, note)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of all epochs."""
+        return self.epochs * self.stream.steps_per_epoch
+
+    def __call__(self, start: int) -> Iterator[tuple[Progress, Batch]]:
+        """Yield this rank's rows of each batch from the step `start` on. Images that do not decode are replaced by
+        others, and noted.
+
+        Raises UserError or Outage when the images cannot be read."""
+        workers = processes("auto", cpu_share.cpus())
+        loader = Loader(self.stream, rank=dist.rank(), ranks=dist.size(), workers=workers, device=self.device)
+        broken: set[tuple[str, str]] = set()
+        for step, (batch, bad) in enumerate(loader.batches(start, self.steps), start):
+            for sample in bad:
+                if (sample.shard, sample.key) not in broken and len(broken) < SAID:
+                    self.note(f"another image replaces {sample.shard}: {sample.key}: {sample.reason}")
+                broken.add((sample.shard, sample.key))
+            yield Progress(step, self.stream.steps_per_epoch, self.epochs), batch
+
+
+def class_numbers(index: Index, samples: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return the distinct labels (C,) of some samples in ascending order. Labels may be any numbers."""
+    return torch.from_numpy(np.unique(index.label[samples])).to(device)
+
+
+def centre_crops(
+    backbone: Backbone, classes: Tensor, index: Index, samples: NDArray[np.int64], *, size: int, resize: int, kind: str
+) -> LabelledFeatures:
+    """Return the features of this rank's share of the samples, on the device, with classes counted from 0. `classes`
+    (C,) are their labels in ascending order. Called by all ranks together.
+
+    Raises UserError when no image decodes."""
+    reading = Reading.beside(classes.device)
+    x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind], reading=reading)[kind]
+    if not sum(dist.gather_objects(len(y))):
+        raise UserError(f"{index.shards[0].url}: none of the labelled images in this shard and those beside it decodes")
+    return LabelledFeatures(x.to(classes.device), torch.searchsorted(classes, y.to(classes.device)))
+
+
+@torch.no_grad()
+def top_accuracies(scores: Callable[[Tensor], Tensor], features: LabelledFeatures, heads: int) -> Tensor:
+    """Return the top-1 and top-5 accuracies (H, 2) in percent on the features of all ranks.
+
+    `scores` is a function that returns the class scores (b, H, C) of features (b, D), `heads` is H. Called by all ranks
+    together."""
+    hits = torch.zeros(heads, 2, dtype=torch.long, device=features.x.device)
+    for x, y in zip(features.x.split(BATCH), features.y.split(BATCH), strict=True):
+        z = scores(x)
+        hit = z.topk(min(TOP, z.shape[2])).indices == y.view(-1, 1, 1)  # (b, H, 5)
+        hits += torch.stack([hit[..., 0].sum(0), hit.sum((0, 2))], 1)
+    return 100 * dist.total(hits).float() / sum(dist.gather_objects(len(features.y)))
+
+
+def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict[str, float]:
+    """Return the numbers without those of top-5, which say nothing, if there are fewer than five classes."""
+    if classes >= TOP:
+        return numbers
+    note(f"no top-5 accuracy: {classes} classes")
+    return {name: value for name, value in numbers.items() if "top5" not in name}
+
+
+def choose(sets: ProbeSets, labels: float | str, seed: int) -> ProbeSets:
+    """Return the sets with a part of the training images: the share `labels`, or those that the file `labels` names.
+
+    Raises UserError when the share or the file cannot be used, and when a class is left without an image."""
+    if isinstance(labels, str):
+        chosen = listed(sets.train, sets.train_samples, labels)
+    elif labels == 1:
+        return sets
+    elif 0 < labels < 1:
+        chosen = balanced(sets.train.label, sets.train_samples, labels, seed)
+    else:
+        raise UserError(f"--labels {labels:g}: expected a share above 0 and at most 1, or a file with keys of images")
+    out = replace(sets, train_samples=chosen)
+    out.check()
+    return out
+
+
+def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float, seed: int) -> NDArray[np.int64]:
+    """Draw a share of the samples, in their order, with equally many of each class, or one more. A class with fewer
+    samples than that keeps them all. `label` (N,) are the classes of all samples.
+
+    Raises UserError when there is not one for each class."""
+    classes, of = np.unique(label[samples], return_inverse=True)
+    total = round(share * len(samples))
+    if total < len(classes):
+        raise UserError(
+            f"--labels {share:g}: {total} of {len(samples)} images for {len(classes)} classes; expected one of each"
+        )
+    rng = np.random.default_rng(seed)
+    wanted = np.full(len(classes), total // len(classes))
+    wanted[rng.permutation(len(classes))[: total % len(classes)]] += 1
+    shuffled = rng.permutation(len(samples))
+    by_class = shuffled[np.argsort(of[shuffled], kind="stable")]
+    first = np.cumsum(np.bincount(of)) - np.bincount(of)
+    position = np.arange(len(samples)) - first[of[by_class]]  # rank of each sample within its class
+    return np.sort(samples[by_class[position < wanted[of[by_class]]]])
+
+
+def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int64]:
+    """Return the samples that a text file names, one in each line: by the key, or without the folders in the key. What
+    follows the first dot of a name, such as .JPEG, does not count.
+
+    Raises UserError when the file cannot be read, or a line does not name exactly one of the samples."""
+    no_file = f"--labels {url}: no such file; expected a share of the labels or a file with keys"
+    no_text = f"--labels {url}: not a text file; expected one key of an image in each line"
+    with explained(no_file, FileNotFoundError, why=False), explained(no_text, UnicodeDecodeError, why=False):
+        lines = store.store(url).get(store.absolute(url)).decode().split("\n")
+    names = {without_extension(line.strip()) for line in lines} - {""}
+    keys = [without_extension(key) for key in index.keys(0, len(index))]
+    may = np.zeros(len(index), bool)
+    may[samples] = True
+    found = [(n, k if k in names else k.rpartition("/")[2]) for n, k in enumerate(keys) if may[n]]
+    found = [(n, name) for n, name in found if name in names]
+    if missing := sorted(names - {name for _, name in found}):
+        raise UserError(
+            f"--labels {url}: {len(missing)} of {len(names)} names are not those of labelled images to train on, such "
+            f"as {missing[0]}"
+        )
+    if len(found) != len(names) or not names:
+        raise UserError(f"--labels {url}: {len(names)} names for {len(found)} images; expected one image for each")
+    return np.array([n for n, _ in found])
+
+
+def without_extension(name: str) -> str:
+    """Return a name up to the first dot after its folders."""
+    folder, slash, last = name.rpartition("/")
+    return folder + slash + last.partition(".")[0]

@@ -1,0 +1,370 @@
+"""Keep the files of a run in a bucket: rank 0 uploads its working folder, and commands read from a copy.
+
+Growing files are kept in parts, so that what is sent does not grow with the run.
+
+A part is named by its file, the epoch of its writer's lease and the byte at which it begins, such as
+`metrics.jsonl-e000002-000000131072`. From its first byte on it takes the place of all parts of earlier epochs: a writer
+that has lost the run changes nothing that its successor has sent, and the first part of a new start removes the lines
+that this start drops.
+"""
+
+import contextlib
+import logging
+import math
+import re
+import shutil
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from eagleray.base import files
+from eagleray.base.contexts import on_error
+from eagleray.base.errors import Outage, UserError
+from eagleray.runs import layout, lease
+from eagleray.runs.background import Background, side_work
+from eagleray.runs.lease import Lease
+from eagleray.runs.run_store import PATIENCE as HELD
+from eagleray.runs.run_store import FolderClaim, RunStore, Say
+from eagleray.storage import store
+from eagleray.storage.blob import Blob
+from eagleray.storage.ordered_map import ordered_map
+
+log = logging.getLogger(__name__)
+PART = 2**17  # bytes of a part, but for the last one, which is written again when there is more
+GROWING = {layout.LOG, layout.METRICS, layout.STEPS, layout.HEALTH}
+GROWING |= {layout.QUARANTINE, layout.SKIPPED, layout.STARTS}
+NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
+RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.NEIGHBOURS, layout.MLFLOW}
+RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that rank 0 writes as a whole
+NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, *layout.SWEEP_FILES}  # files that commands write themselves
+OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
+LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
+PATIENCE = 600.0  # seconds to wait for another process that downloads
+SOON, LATEST = 3.0, 60.0  # seconds to the first upload, and at most between two
+
+
+@dataclass(frozen=True)
+class HistoryPart:
+    """A file in the store that holds a history from byte `start` on."""
+
+    epoch: int
+    start: int
+    blob: Blob
+
+    @property
+    def end(self) -> int:
+        return self.start + self.blob.size
+
+
+class History:
+    """A growing file as a listing of the store shows it."""
+
+    def __init__(self, parts: Iterable[HistoryPart]) -> None:
+        self.parts: list[HistoryPart] = []
+        self.replaced: list[HistoryPart] = []  # parts that no longer count
+        for part in sorted(parts, key=lambda p: (p.epoch, p.start)):
+            while self.parts and self.parts[-1].start >= part.start:
+                self.replaced.append(self.parts.pop())
+            self.parts.append(part)
+        ends = [*(after.start for after in self.parts[1:]), self.parts[-1].end]
+        self.lengths = [min(p.blob.size, end - p.start) for p, end in zip(self.parts, ends, strict=True)]
+        self.size, self.end = sum(self.lengths), self.parts[-1].end
+        self.tag = [(p.blob.url, p.blob.tag) for p in self.parts]
+
+    @property
+    def whole(self) -> int:
+        """Return up to which byte nothing is missing: a request that a server carries out late may shorten a part."""
+        gaps = (before.end for before, after in pairwise(self.parts) if before.end < after.start)
+        return 0 if self.parts[0].start else next(gaps, self.end)
+
+    def read(self, start: int = 0) -> bytes:
+        """Return the content from a byte on. Raises UserError when a part has gone since it was listed, and Outage."""
+        wanted, at = list[tuple[str, int, int]](), 0
+        for part, length in zip(self.parts, self.lengths, strict=True):
+            if (skipped := max(start - at, 0)) < length:
+                wanted.append((part.blob.url, skipped, length - skipped))
+            at += length
+        return b"".join(ordered_map(lambda one: bytes(store.store(one[0]).read(*one)), wanted))
+
+
+def histories(blobs: Iterable[Blob]) -> dict[str, History]:
+    """Return the histories among the files of a run's folder by their names."""
+    parts = defaultdict[str, list[HistoryPart]](list)
+    for blob in blobs:
+        if (match := NAMED.fullmatch(blob.url.rpartition("/")[2])) and match[1] in GROWING:
+            parts[match[1]].append(HistoryPart(int(match[2]), int(match[3]), blob))
+    return {name: History(found) for name, found in parts.items()}
+
+
+def part_url(out: str, name: str, epoch: int, start: int) -> str:
+    return f"{out}/{name}-e{epoch:06d}-{start:012d}"
+
+
+class Upload:
+    """Brings a growing file up to date in the store.
+
+    Only its last part is sent again when there is more. The first part of a start begins where the file differs from
+    what is in the store, at the latest with the last part that is there: so parts are void that an earlier writer may
+    send late. A process that stops between two requests leaves the beginning of the file in the store, with nothing
+    missing or doubled.
+    """
+
+    def __init__(self, out: str, path: Path, epoch: int, whole: int = 0) -> None:
+        """The first `whole` bytes of the file are in the store. It loses lines before the first `send` alone."""
+        self.out, self.path, self.epoch = out, path, epoch
+        self.start = self.size = -1  # the last part begins at `start`, and `size` bytes of the file were sent
+        self.stored = _checksums(path, whole)
+
+    def send(self, put: Callable[[str, bytes], None]) -> None:
+        """Send what is new in the file, but for a half line at its end."""
+        if self.start < 0:
+            pairs = zip(self.stored, _checksums(self.path, self.path.stat().st_size), strict=False)
+            self.start = PART * next((n for n, (one, other) in enumerate(pairs) if one != other), len(self.stored))
+            self.start = min(self.start, self.path.stat().st_size // PART * PART)
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        while self.start + len(data) != self.size:
+            put(part_url(self.out, self.path.name, self.epoch, self.start), data[:PART])
+            if len(data) < PART:
+                self.size = self.start + len(data)
+            else:
+                self.start, data = self.start + PART, data[PART:]
+
+
+def _checksums(path: Path, size: int) -> list[int]:
+    """Return a checksum of each part that lies wholly in the first bytes of a file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [zlib.crc32(file.read(PART)) for _ in range(size // PART)]
+
+
+class RunCopy(Background):
+    """A folder on this machine with the records and histories of a run, and the files in one of its folders.
+
+    As a context it is kept up to date."""
+
+    def __init__(self, out: str, folder: Path, inside: str = layout.EXPORT, *, may_be_ahead: bool = False) -> None:
+        """A copy that `may_be_ahead` is the folder that rank 0 writes: what the store does not have yet stays."""
+        super().__init__("copy-of-run")
+        assert store.folder_of(out) is None, f"{out}: would be deleted as a copy of itself"
+        self.out, self.folder, self.inside, self.may_be_ahead = out, folder, inside, may_be_ahead
+        self.tags: dict[str, object] = {}
+        self.histories: dict[str, History] = {}  # this is the last listing
+        self.has_run = False  # a rank had written something into the store then
+
+    def __enter__(self) -> "RunCopy":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.tick()
+
+    def tick(self) -> None:
+        """Download the files that have changed, and delete those that the store no longer has.
+
+        One process of this machine does so at a time. Raises UserError, Busy when another one takes longer than
+        PATIENCE, and Outage."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with files.lock_folder(self.folder, LOCK, patience=PATIENCE):
+            try:
+                self._fetch()
+            except UserError:  # a file has been replaced since it was listed, or else the error comes again
+                self._fetch()
+
+    fetch = tick
+
+    def _fetch(self) -> None:
+        here, inside = (list(store.store(self.out).list(f"{self.out}/{f}")) for f in ("", f"{self.inside}/"))
+        self.histories = histories(here)
+        records = [b for b in here if b.url.rpartition("/")[2] in RECORDS | NOTES]
+        self.has_run = bool(self.histories or store.store(self.out).list(f"{self.out}/{layout.CHECKPOINTS}/", "step-"))
+        if not self.may_be_ahead:
+            names = {*self.histories, *(b.url.rpartition("/")[2] for b in records)}
+            forget(self.folder, names, folders=not (names or self.has_run))
+        for name, history in self.histories.items():
+            if self.tags.get(name) != history.tag:
+                self._fetch_history(history, self._path(name))
+                self.tags[name] = history.tag
+        for blob in inside + records:
+            if self.tags.get(blob.url) == blob.tag:
+                continue
+            if (data := store.find(blob.url)) is not None:
+                self._replace(self._path(blob.url.removeprefix(f"{self.out}/")), data)
+                self.tags[blob.url] = blob.tag
+
+    def _fetch_history(self, history: History, path: Path) -> None:
+        """Append what the copy lacks, so that its readers can go on; a copy of another file is replaced."""
+        size = path.stat().st_size if path.exists() else 0
+        start = max(size - OVERLAP, 0)
+        if 0 < size <= history.size:
+            data = history.read(start)
+            with path.open("rb+") as file:
+                file.seek(start)
+                if file.read() == data[: size - start]:
+                    file.write(data[size - start :])
+                    return
+        self._replace(path, history.read())
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        if not (self.may_be_ahead and path.exists() and path.read_bytes().startswith(data)):
+            files.write_atomic(path, data)
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def forget(folder: Path, kept: Collection[str] = (), *, folders: bool = True) -> None:
+    """Delete the files of a run but those of some names, and its folders: a copy of a run that its store no longer has
+    would become part of the next one there."""
+    for name in (RECORDS | GROWING | NOTES).difference(kept):
+        (folder / name).unlink(missing_ok=True)
+    for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, layout.PROFILE, layout.PICTURES):
+        if folders:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+class Mirror(Background):
+    """Uploads what has changed, at each checkpoint and at least once a minute, while this process holds the run."""
+
+    def __init__(self, out: str, folder: Path, claim: Lease) -> None:
+        super().__init__("mirror")
+        self.out, self.folder, self.claim, self.seconds = out, folder, claim, SOON
+        self.sent: dict[Path, tuple[int, int]] = {}
+        self.uploads: dict[Path, Upload] = {}  # there is one for each history
+        self.checked = -math.inf  # the lease was found held at this time
+        self.lock = threading.Lock()
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
+        starts = files.read_lines(self.folder / layout.STARTS)
+        copy = RunCopy(self.out, self.folder, may_be_ahead=True)
+        copy.fetch()
+        # A start of this command that was killed before it had sent anything has left the store behind, not empty.
+        killed = bool(starts) and starts[-1].get("command") == self.claim.command
+        if not (killed or copy.has_run):
+            forget(self.folder)
+            copy = RunCopy(self.out, self.folder)
+            copy.fetch()
+        with contextlib.suppress(FileNotFoundError):  # the id by which the starts of a run are one run there
+            id = store.store(self.out).get(f"{self.out}/{layout.WANDB_ID}")
+            (self.folder / layout.WANDB).mkdir(exist_ok=True)
+            files.write_atomic(self.folder / layout.WANDB_ID, id)
+        for name in GROWING:
+            path, history = self.folder / name, copy.histories.get(name)
+            self.uploads[path] = Upload(self.out, path, self.claim.epoch, history.whole if history else 0)
+            for part in history.replaced if history else ():
+                if part.epoch < self.claim.epoch:
+                    store.store(self.out).delete(part.blob.url)
+
+    def tick(self) -> None:
+        self.seconds = min(2 * self.seconds, LATEST)
+        if not self.claim.lost:
+            self._copy(self._paths())
+
+    def copy(self) -> None:
+        """Upload what has changed, of histories what is new. Raises Superseded when another process has taken the run
+        over, UserError, Outage and OSError."""
+        self._copy(self._paths() + self._of_sinks())
+
+    def _copy(self, paths: list[Path]) -> None:
+        with self.lock:
+            self.checked = -math.inf
+            for path in paths:
+                if not path.exists():
+                    continue
+                stat = path.stat()  # it may grow while it is sent
+                if self.sent.get(path) == (now := (stat.st_mtime_ns, stat.st_size)):
+                    continue
+                if path in self.uploads:
+                    self.uploads[path].send(self._put)
+                else:
+                    self._put(f"{self.out}/{path.relative_to(self.folder)}", path.read_bytes())
+                self.sent[path] = now
+
+    def _paths(self) -> list[Path]:
+        """Return the files to upload, in the order in which they are; some may not exist yet."""
+        whole = [p for name in (layout.EXPORT, layout.PROFILE) for p in sorted(self.folder.glob(f"{name}/[!.]*"))]
+        return [self.folder / n for n in sorted(RECORDS | GROWING)] + whole
+
+    def _of_sinks(self) -> list[Path]:
+        """Return the files of TensorBoard and Weights & Biases, which are sent whole."""
+        paths = [p for name in (layout.TENSORBOARD, layout.WANDB) for p in (self.folder / name).rglob("*")]
+        return sorted(p for p in paths if p.is_file() and not p.is_symlink())
+
+    def _put(self, url: str, data: bytes) -> None:
+        if time.monotonic() > self.checked + lease.BEAT:
+            self.checked = time.monotonic()
+            self.claim.check()
+            if time.monotonic() > self.checked + lease.BEAT:  # this process, or the store, stood still
+                raise Outage(f"{self.out}: takes over {lease.BEAT:.0f} s to say whether this process holds the run")
+        store.put_bytes(url, data)
+
+    def close(self) -> None:
+        super().close()
+        if self.claim.epoch > 1:  # a late upload of an earlier process may have replaced a newer file
+            self.sent = {path: sent for path, sent in self.sent.items() if path.name not in RECORDS}
+        with side_work(f"not all files of {self.folder} could be uploaded, which the same command does"):
+            self.copy()
+
+
+class BucketRun(RunStore):
+    """A run in a bucket. Its files are copied to the machines that read it, and from the one where rank 0 is."""
+
+    def __init__(self, out: str) -> None:
+        name = f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}"
+        cache = files.cache_folder("runs") / name
+        self.out, self.view, self.work = out, cache / "view", cache / "work"
+
+    def share(self, path: Path) -> None:
+        folder = self.work if path.is_relative_to(self.work) else self.view
+        self.put(str(path.relative_to(folder)), path.read_bytes())
+
+    def list(self, start: str = "") -> list[Blob]:
+        return store.store(self.out).list(f"{self.out}/", start)
+
+    def append(self, name: str, text: str) -> None:
+        history = histories(self.list(name)).get(name)
+        last = history.parts[-1].epoch if history else 0
+        store.put_bytes(part_url(self.out, name, last, history.end if history else 0), text.encode())
+
+    def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
+        RunCopy(self.out, folder := self.work if work else self.view, inside).fetch()
+        return folder
+
+    def following(self) -> contextlib.AbstractContextManager[object]:
+        return RunCopy(self.out, self.view)
+
+    def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def claim(self, name: str, command: str, say: Say, *, after: int = 0, patience: float = HELD) -> Lease:
+        claim = Lease(self.out, name, command)
+        claim.claim(after, say)
+        claim.start()
+        if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
+            with on_error(claim.close):
+                claim.at_end = super().claim(name, command, say, patience=patience).close
+        return claim
+
+    def wait_until_free(self, name: str, say: Say) -> None:
+        lease.wait_until_silent(self.out, name, say)
+
+    def is_claimed(self, name: str = layout.OWNER) -> bool:
+        found = lease.holder(self.out, name)
+        return found is not None and found.alive
+
+    def mirror(self, claim: FolderClaim | Lease) -> Mirror:
+        assert isinstance(claim, Lease)
+        return Mirror(self.out, self.work, claim)

@@ -1,0 +1,74 @@
+"""Ask a run to stop: the requests of a command and of a person, which rank 0 watches for.
+
+A command that only waits for a run on Ray imports this, so it must not import PyTorch.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from eagleray.base.errors import Outage, UserError, one_line
+from eagleray.runs import layout
+from eagleray.runs.background import Background
+from eagleray.runs.run_store import run_store
+
+
+class StopRequest(Background):
+    """The request of a command that its run saves and stops: an event for a run in this process, a note for others.
+
+    The name of the note ends with the id of the command, so that it is no request to another one, and it is empty: a
+    full disk has room for that. It is written again and again until that succeeds or the command ends."""
+
+    seconds = 0.2
+
+    def __init__(self, out: str, command: str) -> None:
+        super().__init__("ask-to-stop")
+        self.out, self.command, self.event = out, command, threading.Event()
+        self.time_over = False  # whether `after` has asked
+
+    def ask(self) -> None:
+        """Ask the run to stop. May be called from a handler of signals, which may interrupt a request to the store."""
+        if not self.event.is_set():
+            self.event.set()
+            self.start()
+
+    @contextlib.contextmanager
+    def after(self, hours: float | None, say: Callable[[str], None]) -> Iterator[None]:
+        """A context in which the run is asked after so many hours, unless somebody has asked before."""
+
+        def ask() -> None:
+            if not self.event.is_set():
+                self.time_over = True
+                say(f"the {hours:g} hours of --max-hours are over: stopping after this step")
+                self.ask()
+
+        timer = threading.Timer(min(3600 * (hours or 0), threading.TIMEOUT_MAX), ask)
+        timer.daemon = True
+        if hours is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def tick(self) -> None:
+        try:
+            run_store(self.out).put(notes_of(self.command)[1], "")
+        except (UserError, Outage, OSError) as e:
+            raise Outage(f"the request to stop is not written yet: {one_line(e)}") from None
+        self.ended.set()
+
+    def close(self) -> None:
+        """Give up writing, as the run has ended; a request to a store that is away is not waited for."""
+        self.ended.set()
+
+
+def notes_of(command: str) -> tuple[str, str]:
+    """Return the names of the notes by which a person, and this command, ask its run to stop."""
+    return layout.STOP, f"{layout.STOP}-{command}"
+
+
+def check_hours(hours: float | None) -> None:
+    """Raises UserError when a run cannot end after so many hours."""
+    if hours is not None and not hours >= 0:  # nan is not
+        raise UserError(f"--max-hours {hours:g}: expected a number of hours, 0 or more")

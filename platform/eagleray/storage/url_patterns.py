@@ -1,0 +1,89 @@
+"""Patterns of URLs: which part is a name, what braces stand for, and which files of a folder are selected."""
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from braceexpand import braceexpand
+
+from eagleray.base.errors import UserError
+from eagleray.storage.shard_names import is_parquet, is_shard
+
+SPECIAL = frozenset("*?[]{}")  # the letters of wildcards and braces
+DEEPEST = 20  # most braces inside of each other
+NAMES = 1_000_000  # most names that the braces of a pattern may stand for
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The files that a URL selects in one folder: a file name, a glob, or every .tar when the name is empty. Where
+    these are no tars, they are Parquet files."""
+
+    url: str  # as the user wrote it
+    folder: str
+    name: str
+    literal: bool = False  # whether there is a file of this very name
+
+    @property
+    def is_glob(self) -> bool:
+        """Return whether the pattern may select several files."""
+        return not self.name or (not self.literal and any(c in self.name for c in "*?["))
+
+    def matches(self, name: str, of_parquet: bool = False) -> bool:
+        """Return whether the pattern selects a tar, or a Parquet file, of this name in its folder."""
+        return (is_parquet if of_parquet else is_shard)(name, self.name) and (
+            name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
+        )
+
+    def choose(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names of files in its folder that the pattern selects."""
+        there = list(names)
+        return [n for n in there if self.matches(n)] or [n for n in there if self.matches(n, of_parquet=True)]
+
+
+def split_literal(url: str, exists: Callable[[str, bool], bool]) -> tuple[str, str]:
+    """Return the longest part of a URL, up to a slash or its end, that exists under its very name, and the rest, which
+    is a pattern. Parts without letters of patterns are taken for names.
+
+    `exists` is asked for a name, and whether it is only a part of the URL, where it has such letters."""
+    begin = url.find("://") + 3 if "://" in url else 0
+    while begin < len(url):
+        end = url.find("/", begin)
+        end = len(url) if end < 0 else end
+        part = url[end:].strip("/") != ""
+        if SPECIAL & set(url[begin:end]) and not exists(url[:end], part):
+            return url[:begin], url[begin:]
+        begin = end + 1
+    return url, ""
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell. Raises UserError."""
+    if (count := _most_names(pattern)) > NAMES:
+        raise UserError(f"{pattern[:200]}: braces for up to {count:.3g} names, expected at most {NAMES:,}")
+    try:
+        yield from braceexpand(pattern, escape=False)
+    except ValueError:  # unbalanced braces are part of a name
+        yield pattern
+
+
+def _most_names(pattern: str) -> float:
+    """Return a number that the strings which a pattern stands for do not exceed, without making them.
+
+    It is exact unless braces lie inside of braces; those that braceexpand cannot recurse into give infinity."""
+    count, commas = 1.0, list[int]()
+    for part in re.finditer(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]", pattern):
+        if part[1]:
+            first, last, step = (float(number or 1) for number in part.groups())
+            count *= abs(last - first) // max(step, 1) + 1
+        elif part[0] == "{":
+            commas.append(0)
+        elif commas and part[0] == ",":
+            commas[-1] += 1
+        elif commas:
+            count *= commas.pop() + 1
+        if len(commas) > DEEPEST:
+            return math.inf
+    return count

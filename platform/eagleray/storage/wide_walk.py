@@ -1,0 +1,169 @@
+"""Lists a folder of a store with many requests at once: its names are divided into spans as the listing goes on.
+
+How names are distributed is not known. So a thread without work halves the rest of the span that has given most, by the
+letters of its ends: if nothing lies behind the middle, one request says so, and the next middle is nearer. Whatever is
+halved where, each name is in one span.
+"""
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from eagleray.storage.blob import Blob
+from eagleray.storage.store import store
+
+WIDTH = 16  # listings at once
+BATCH = 1000  # files that are handed over together: a page of S3
+TRIES = 64  # spans that are divided off, beside one for each full batch: this bounds the requests
+LOW, HIGH = 0x20, 0x7E  # the letters that middles are made of
+Names = tuple[str, str]  # a span: behind the first name, up to the second; empty: without an end
+WHOLE: Names = ("", "")
+
+
+@dataclass(eq=False)
+class _Span:
+    after: str  # names up to this one have been handed over
+    stop: str
+    seen: str  # names up to this one have been listed
+    batches: int = 0
+
+
+class Disordered(Exception):
+    """A store lists in another order than that of names."""
+
+
+def wide_walk(url: str, left: Sequence[Names]) -> Iterator[tuple[list[Blob], list[Names]]]:
+    """Yield the files of some spans of a folder in batches, each with the spans that are left when it has been kept.
+
+    All of a folder is the span WHOLE, also where a store can only list from the beginning. Raises UserError, Outage,
+    and Disordered for a store that lists in another order than it should."""
+    if store(url).seeks:
+        yield from _WideWalk(url, left)
+        return
+    blobs = store(url).walk(url)
+    while batch := list(itertools.islice(blobs, BATCH)):
+        yield batch, [WHOLE]
+    yield [], []
+
+
+class _WideWalk:
+    def __init__(self, url: str, left: Sequence[Names]) -> None:
+        self.root = url.rstrip("/") + "/"
+        self.store = store(url)
+        self.waiting = deque(_Span(after, stop, after) for after, stop in left)
+        self.live = list(self.waiting)  # spans of which not everything has been handed over
+        self.active: list[_Span] = []
+        self.tries = TRIES
+        self.results: queue.Queue[tuple[_Span, list[Blob], bool] | BaseException] = queue.Queue(2 * WIDTH)
+        self.over = False
+        self.changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[tuple[list[Blob], list[Names]]]:
+        for _ in range(WIDTH):
+            threading.Thread(target=copy_context().run, args=(self._work,), name="list", daemon=True).start()
+        try:
+            while self.live:
+                got = self.results.get()
+                if isinstance(got, BaseException):
+                    raise got
+                span, blobs, last = got
+                with self.changed:
+                    span.after = self._name(blobs[-1]) if blobs else span.after
+                    if last:
+                        self.live.remove(span)
+                    left = [(s.after, s.stop) for s in self.live]
+                yield blobs, left
+        finally:
+            with self.changed:
+                self.over = True
+                self.changed.notify_all()
+
+    def _name(self, blob: Blob) -> str:
+        return blob.url.removeprefix(self.root)
+
+    def _work(self) -> None:
+        try:
+            while span := self._take():
+                self._list(span)
+        except BaseException as e:
+            self._put(e)
+
+    def _take(self) -> _Span | None:
+        """Wait for a span that can be listed. Returns None when there will be none any more."""
+        with self.changed:
+            while not self.over:
+                if not self.waiting:
+                    self._halve()
+                if self.waiting:
+                    self.active.append(self.waiting.popleft())
+                    return self.active[-1]
+                if not self.active:
+                    break
+                self.changed.wait()
+            self.changed.notify_all()
+        return None
+
+    def _halve(self) -> None:
+        for span in sorted(self.active, key=lambda s: -s.batches):
+            # What has given no two batches is nearly done, as far as anybody knows.
+            if span.batches > 1 and self.tries and (between := middle(span.seen, span.stop)):
+                self.tries -= 1
+                new = _Span(between, span.stop, between)
+                span.stop = between
+                self.waiting.append(new)
+                self.live.append(new)
+                return
+
+    def _list(self, span: _Span) -> None:
+        batch: list[Blob] = []
+        before = span.seen
+        for blob in self.store.walk(self.root, self.root + before if before else ""):
+            if (name := self._name(blob)) <= before:
+                raise Disordered
+            before = name
+            batch.append(blob)
+            if len(batch) == BATCH:
+                if self._hand_over(span, batch, last=False):
+                    return
+                batch = []
+        self._hand_over(span, batch, last=True)
+
+    def _hand_over(self, span: _Span, batch: list[Blob], *, last: bool) -> bool:
+        """Hand over what of a batch lies in the span, and return whether the span ends there."""
+        with self.changed:
+            mine = [blob for blob in batch if not span.stop or self._name(blob) <= span.stop]
+            last = last or len(mine) < len(batch) or self.over
+            if mine:
+                span.seen, span.batches = self._name(mine[-1]), span.batches + 1
+            self.tries += len(mine) == BATCH
+            if last:
+                self.active.remove(span)
+            self.changed.notify_all()
+        self._put((span, mine, last))
+        return last
+
+    def _put(self, result: tuple[_Span, list[Blob], bool] | BaseException) -> None:
+        while not self.over:
+            try:
+                return self.results.put(result, timeout=0.1)
+            except queue.Full:
+                continue
+
+
+def middle(low: str, high: str) -> str:
+    """Return a text between two others, near their middle by letters; an empty one where there is none. An empty `high`
+    is behind everything."""
+    out, bounded = "", bool(high)
+    for at in range(len(low) + 1):
+        one = min(max(ord(low[at]), LOW - 1), HIGH) if at < len(low) else LOW - 1
+        other = min(ord(high[at]) if at < len(high) else LOW - 1, HIGH + 1) if bounded else HIGH + 1
+        if other - one > 1:
+            found = out + chr((one + other) // 2)
+            return found if low < found and (not high or found < high) else ""
+        out += low[at : at + 1]
+        bounded = bounded and at < len(high) and at < len(low) and low[at] == high[at]
+    return ""
