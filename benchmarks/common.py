@@ -54,12 +54,12 @@ def environment(rival: str, beside: Iterable[str] = ("torch", "torchvision", "ti
     """Return the Python of an environment with a rival, such as `lightly-train==0.18.0`, and our versions of the
     packages `beside` it: all that the rival's process imports. It is made at the first use. Raises UserError."""
     same = [f"{name}=={version(name).partition('+')[0]}" for name in beside]
-    folder = cache_folder("peers") / "-".join([rival, *same]).replace("==", "-")
+    folder = cache_folder("peers") / "-".join([*rival.split(), *same]).replace("==", "-")
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         note(f"installing {rival} into {folder}")
         venv.create(folder, with_pip=True, clear=True)
-        command = [str(python), "-m", "pip", "install", "-q", rival, *same]
+        command = [str(python), "-m", "pip", "install", "-q", *rival.split(), *same]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]

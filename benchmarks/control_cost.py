@@ -35,13 +35,14 @@ from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint
 from eagleray.engine.world import World
 from eagleray.runs import recipe
-from eagleray.runs.agreement import Agreement, Decision
-from eagleray.runs.cadence import Cadence
+from eagleray.runs.agreement import Agreement, Cadence, Decision
+from eagleray.runs.checks import make_plan
 from eagleray.runs.follow import FollowRun
-from eagleray.runs.plan import make_plan, open_plan, resolve_paths
+from eagleray.runs.plan import open_plan
+from eagleray.runs.rank_run import newest_checkpoint
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.run_checkpoint import newest_checkpoint
 from eagleray.runs.run_dir import RunDir
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.step_log import Clock, OpenLine, StepLog
 from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
@@ -127,9 +128,9 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         Path(folder, "small.yaml").write_text(SMALL)
         keys = ["data.train=s3://data", "out=s3://runs/run", "optim.batch=64", "optim.epochs=100000"]
         r = resolve_paths(recipe.load(f"{folder}/small.yaml", keys))
-        make_plan(r, note=lambda _: None)
+        plan = make_plan(r, note=lambda _: None)
         history(Path(folder, "runs", "run"), args.history)
-        state = {"step": LAST, "digest": recipe.digest(r)}
+        state = {"step": LAST, "digest": recipe.digest(r), "origin": plan.origin, "shards_read": plan.shards_text}
         checkpoint.save(f"{r.out}/checkpoints", LAST, state, keep=1, scratch=Path(folder, "part"))
         exchanges = Exchanges(ranks)
         stack.enter_context(exchanges.patched())
@@ -172,7 +173,7 @@ def start(
         if isinstance(folder.stop_signal, threading.Thread) and folder.stop_signal.ident:
             bucket.ranks[folder.stop_signal.ident] = rank
         plan = open_plan(r, note=lambda _: None)
-        state = newest_checkpoint(folder)
+        state = newest_checkpoint(plan, folder)
         assert state is not None
         folder.begin(state["step"], exchanges.ranks, lengths={})
         world = CountingWorld(exchanges)

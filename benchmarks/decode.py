@@ -3,7 +3,7 @@
 Each photograph is made of those in `--photographs`, side by side in their own size so that their detail stays, or of
 made-up pictures. It is decoded and cropped into ten views of DINO and into two of MoCo v3, on one thread, in turns:
 
-full        as `data.decode=full` does: torchvision
+full        as `data.decode=full` does
 scaled      as `data.decode=scaled` does: at a half, a quarter or an eighth where every crop is reduced further
 pil_draft   the same sizes by PIL's `draft`, as a loader without another package could do it
 dali        with --dali, what NVIDIA DALI's CPU pipeline does: whole decoding, then random resized crops of its own
@@ -33,7 +33,7 @@ from torch import Tensor
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data.costs import jpeg_size
-from eagleray.data.decode_crops import decode_crops, factor, reduced
+from eagleray.data.decode_crops import decode_boxes, factor, reduced
 from eagleray.views import sampling
 from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
@@ -134,7 +134,8 @@ def buffers(views: Views) -> list[Tensor]:
 
 def ours(scaled: bool, data: bytes, views: Views, sample: int) -> list[Tensor]:
     out = buffers(views)
-    decode_crops(data, views, drawn(views, sample), out, scaled=scaled)
+    image, boxes = decode_boxes(data, views, drawn(views, sample), scaled=scaled)
+    crop(image, boxes, views.views, out)
     return out
 
 

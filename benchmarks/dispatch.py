@@ -4,8 +4,12 @@ A step is that of a run on one rank: forward, backward, clipping, optimiser, mom
 that are not finite, and what the monitor collects. It is the fourth step, and it writes no line of the log. Networks
 have the depth and the views of the methods' recipes and little width, as depth alone makes the number of operations.
 
+It is taken on the tests' simulated accelerator, which needs pytest.
+
 operations   what reaches PyTorch's dispatcher after autograd: kernels and views; a foreach operation counts once
-waits        how often the host waits for the device, on the tests' simulated accelerator (which needs pytest)
+kernels      those that compute or move something
+planned      how many of these `eagleray plan` finds in its trace
+waits        how often the host waits for the device
 """
 
 import collections
@@ -19,14 +23,12 @@ import common
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagleray.config.schedule import Progress
-from eagleray.data.batch import Batch, whole_boxes
 from eagleray.engine.precision import Precision
 from eagleray.runs import recipe
-from eagleray.runs.build import build_method, build_optimizer, make_trainer
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
-from eagleray.views.sampling import Views
+from eagleray.runs.step_trace import made_up, steps, trace_step, works
 
 sys.path.insert(0, str(common.ROOT / "tests"))  # for the simulated accelerator
 STEPS = 4  # the last one is counted
@@ -75,14 +77,20 @@ FEW |= {"embedding": 16, "slices": 32, "decoder_dim": 32, "decoder_heads": 4}
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations by name."""
+    """Counts the operations by name, all and those that work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: collections.Counter[str] = collections.Counter()
+        self.kernels: collections.Counter[str] = collections.Counter()
+
+    def clear(self) -> None:
+        self.operations.clear()
+        self.kernels.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations[func._schema.name] += 1
+        self.kernels[func._schema.name] += works(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -94,11 +102,12 @@ def main() -> None:
     result = {}
     for name in args.methods:
         r = narrow(name)
-        waits = count_waits(r)  # first, as autograd counts devices in its first backward pass
-        with Counter() as counted:
-            take_steps(r, torch.device("cpu"), counted.operations.clear)
-        result[name] = {"operations": counted.operations.total(), "waits": len(waits)}
-        common.note(f"{name:<16}{result[name]['operations']:>8}{len(waits):>6}  {'; '.join(sorted(set(waits)))}")
+        counted, waits = count(r)
+        planned = trace_step(r, ranks=1, dataset=IMAGES, dtype=torch.bfloat16, gpu=True).operations
+        row: dict[str, float] = {"operations": counted.operations.total(), "kernels": counted.kernels.total()}
+        row |= {"planned": planned, "waits": len(waits)}
+        result[name] = row
+        common.note(f"{name:<16}" + "".join(f"{n:>8}" for n in row.values()) + "  " + "; ".join(sorted(set(waits))))
         for operation, n in counted.operations.most_common(args.top):
             common.note(f"    {operation:<50}{n:>6}")
     if args.json:
@@ -114,13 +123,18 @@ def narrow(method: str) -> Recipe:
     return replace(r, backbone=network, method=replace(r.method, args=r.method.args | few))
 
 
-def count_waits(r: Recipe) -> list[str]:
-    """Return what made the host wait in the last step on the tests' simulated accelerator."""
+def count(r: Recipe) -> tuple[Counter, list[str]]:
+    """Return the operations of the last step on the tests' simulated accelerator, and what made the host wait."""
     from helpers.simulated_device import DEVICE, simulated
 
-    with simulated() as waits:
-        take_steps(r, DEVICE, waits.clear)
-        return list(waits)
+    with simulated() as waits, Counter() as counted:
+
+        def last() -> None:
+            counted.clear()
+            waits.clear()
+
+        take_steps(r, DEVICE, last)
+        return counted, list(waits)
 
 
 def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> None:
@@ -131,20 +145,11 @@ def take_steps(r: Recipe, device: torch.device, last: Callable[[], None]) -> Non
     method.to(device)
     optimizer = build_optimizer(r, method)
     monitor = Monitor(method, optimizer, r.monitor, images=IMAGES, labelled=True)
-    batches = [(Progress(10 + i, 10, r.optim.epochs), random_batch(r, method.classes, device)) for i in range(STEPS)]
-    steps = make_trainer(r, method, optimizer, Precision.of(r.precision, device)).steps(batches)
-    for i in range(STEPS):
-        if i == STEPS - 1:
+    batches = [made_up(r, BATCH, device=device)] * STEPS
+    for i, step in enumerate(steps(r, method, optimizer, batches, Precision.of(r.precision, device))):
+        monitor.watch(step)
+        if i == STEPS - 2:
             last()
-        monitor.watch(next(steps))
-
-
-def random_batch(r: Recipe, classes: int | None, device: torch.device) -> Batch:
-    """Return normal pixels, with labels below the number of classes."""
-    views = [torch.randn(BATCH, 3, v.size, v.size).to(device) for v in Views.of(r.views).views]
-    index = torch.arange(BATCH)
-    label = index % min(classes or 10, 10)
-    return Batch(views, index.to(device), label.to(device), (BATCH,), whole_boxes(views))
 
 
 if __name__ == "__main__":

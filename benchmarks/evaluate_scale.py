@@ -39,9 +39,8 @@ from eagleray.config.view import View
 from eagleray.data.index import Index, open_index
 from eagleray.data.loader import Loader
 from eagleray.data.reader import Stream
-from eagleray.protocols.catalogue import Knn, Linear
-from eagleray.protocols.feature_shards import own_samples
-from eagleray.protocols.features import LabelledFeatures
+from eagleray.protocols.catalogue import Linear
+from eagleray.protocols.features import LabelledFeatures, own_samples
 from eagleray.protocols.image_batches import BATCH, Reading, batches
 from eagleray.protocols.knn import CHUNK, TILE, knn
 from eagleray.protocols.linear import linear
@@ -130,8 +129,8 @@ def rank_main(rank: int, ranks: int, size: tuple[int, int, int, int], folder: st
     train, test = (features(n, dim, classes, seed) for seed, n in enumerate((images, queries)))
     own = sum(x.x.numel() * x.x.element_size() for x in (train, test))
     began = time.perf_counter()
-    top1 = knn(train, test, Knn(k=NEIGHBOURS, ks=())).numbers["knn/top1"]
-    probe = linear(train, test, Linear(epochs=1)).numbers["linear/top1"]
+    top1 = knn(train, test, k=NEIGHBOURS)["knn/top1"]
+    probe = linear(train, test, epochs=1)["linear/top1"]
     seconds = time.perf_counter() - began
     overhead = resident("VmHWM") - before - own
     queue.put({"top1": top1, "linear": round(probe, 3), "overhead": overhead, "seconds": seconds})

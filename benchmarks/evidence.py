@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import eagleray
-from eagleray.api.pretrain import resolve_paths
 from eagleray.datasets import shapes
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.image_batches import batches
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_backbone
-from eagleray.runs.feature_metrics import alignment, effective_rank, uniformity
-from eagleray.runs.plan import make_plan
+from eagleray.runs.checks import make_plan
+from eagleray.runs.monitor import alignment, effective_rank, uniformity
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.verdicts import Comparison
 from eagleray.sweeps.label_free import spearman
 from eagleray.views.photometric import normalise
@@ -135,7 +135,7 @@ def measure(run: eagleray.Run, untrained: bool) -> dict[str, Any]:
     backbone = (build_backbone(recipe) if untrained else run.backbone()).eval()
     assert plan.test is not None
     e = recipe.evaluate
-    images = torch.cat([x for _, x in batches(plan.test, np.arange(TEST), e.resize, e.resize)])
+    images = torch.cat([x for _, x in batches(plan.test, np.arange(min(TEST, len(plan.test))), e.resize, e.resize)])
     numbers = candidates(backbone, images, e.size)
     return {"knn": run.summary["knn/top1" + "_untrained" * untrained], "images": len(plan.test), **numbers}
 

@@ -34,10 +34,10 @@ from eagleray.datasets.shards import write_shards
 from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import local
 from eagleray.methods import simsiam
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import pretrain, recipe, start
 from eagleray.runs.build import build_method
 from eagleray.runs.health import AT_END
-from eagleray.runs.plan import resolve_paths
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import Tracking
 
 SMALL = "_vitxs8_cifar10_ep2"  # the recipes of two CPU cores
@@ -75,7 +75,7 @@ def half_gradients(scale: float) -> Iterator[None]:
                 p.register_hook(lambda g: (g * scale).half().float() / scale)
         return method
 
-    with patch.object(pretrain, "build_method", overflowing):
+    with patch.object(start, "build_method", overflowing):
         yield
 
 

@@ -20,6 +20,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -48,11 +49,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with synthetic.shards(args.data, images=args.images) as (url, spare):
-        index = open_index(url, spare, note=common.note)
-        batch = min(args.images, len(index))
-        stream = Stream(index, Views.of(common.DINO), seed=0, lanes=1, batch=batch)
+    with one_lane(args.data, args.images) as stream:
         common.show(measure(stream, args.rounds), as_json=args.json)
+
+
+@contextmanager
+def one_lane(data: str | None, images: int) -> Iterator[Stream]:
+    """A stream of one lane with DINO's views, whose batch is so many of the given images, or of synthetic ones."""
+    with synthetic.shards(data, images=images) as (url, spare):
+        index = open_index(url, spare, note=common.note)
+        yield Stream(index, Views.of(common.DINO), seed=0, lanes=1, batch=min(images, len(index)))
 
 
 def measure(stream: Stream, rounds: int) -> dict[str, object]:

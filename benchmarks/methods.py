@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 
 from eagleray.engine.world import World, local
 from eagleray.runs import pretrain, recipe
-from eagleray.runs.plan import resolve_paths
+from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import tracking_of
 
 common.sys.path.insert(0, str(common.ROOT / "tests"))

@@ -27,10 +27,9 @@ from eagleray.engine.loop import Step, Trainer
 from eagleray.engine.world import local
 from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, scaled_lr
-from eagleray.runs.health import Health
+from eagleray.runs.health import Health, Spikes
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.spikes import Spikes
 
 IMAGES = 50_000  # of which the bank keeps a tenth
 DRAWS = 2000  # bootstrap samples

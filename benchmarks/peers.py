@@ -36,8 +36,8 @@ from eagleray.engine.precision import Precision
 from eagleray.engine.world import local
 from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, make_trainer
-from eagleray.runs.plan import make_plan
-from eagleray.runs.pretrain import place
+from eagleray.runs.checks import make_plan
+from eagleray.runs.rank_run import place
 from eagleray.runs.recipe import Recipe
 from eagleray.views import colours, photometric
 

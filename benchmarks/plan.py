@@ -25,10 +25,10 @@ from eagleray.datasets.catalogue import images_of
 from eagleray.engine.precision import Precision
 from eagleray.models.token_linear import on_device
 from eagleray.protocols import throughput
-from eagleray.runs import calibrate, recipe
+from eagleray.runs import local_forecast, recipe
 from eagleray.runs.accelerators import cpu_rates, find
 from eagleray.runs.build import build_method, build_optimizer
-from eagleray.runs.forecast import Data, forecast, target_of
+from eagleray.runs.forecast import TrainingSet, devices_of, forecast
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import BUFFERS, made_up, steps, trace_images
 
@@ -88,7 +88,7 @@ def main() -> None:
         variants |= {"_micro_batch": {"micro_batch": case.micro}} if case.micro else {}
         for variant, keys in variants.items():
             chosen = replace(loaded, optim=replace(loaded.optim, batch=case.images, **keys))
-            rates = calibrate.calibrated(cpu_rates(), chosen, CPU, half, time.process_time)
+            rates = local_forecast.calibrated(cpu_rates(), chosen, CPU, half, time.process_time)
             rows[name + variant] = compare(chosen, case.images, rates)
             common.note(f"{name + variant}: {rows[name + variant]}")
     worst = {f"worst_{what}": max(abs(r[f"{what}_error"]) for r in rows.values()) for what in ("memory", "seconds")}
@@ -98,9 +98,9 @@ def main() -> None:
 def table() -> None:
     """Print what the papers' headline rows take on H100s, as rows of a Markdown table."""
     for name in HEADLINES:
-        data = Data(images_of(name) or 0, calibrate.IMAGE_BYTES)
+        data = TrainingSet(images_of(name) or 0, local_forecast.IMAGE_BYTES)
         for ranks in GPUS:
-            found = forecast(recipe.load(name), target_of("h100", find("h100"), ranks), data)
+            found = forecast(recipe.load(name), devices_of("h100", find("h100"), ranks), data)
             assert found.hours, name
             cells = [f"`{name}`", ranks, found.images_per_rank, f"{found.memory_needed / 2**30:.1f}"]
             cells += [f"{found.images_per_s:,.0f}", f"{found.mfu:.0%}", found.limit]
@@ -110,7 +110,7 @@ def table() -> None:
 
 def compare(chosen: Recipe, images: int, rates: Any) -> dict[str, float]:
     """Predict a step, take it, and return both."""
-    found = trace_images(chosen, images, ranks=1, dataset=images, dtype=torch.float32)
+    found = trace_images(chosen, images, ranks=1, dataset=images, dtype=torch.float32, gpu=False)
     measured, seconds, own = measure(chosen, images)
     predicted = found.peak - found.memory[BUFFERS] + own  # the monitor, which takes no part here, has a buffer too
     row = {
@@ -137,7 +137,7 @@ def measure(chosen: Recipe, images: int) -> tuple[int, float, int]:
 
     step()
     times: list[float] = []
-    while len(times) < 2 or sum(times) < calibrate.LEAST:
+    while len(times) < 2 or sum(times) < local_forecast.LEAST:
         began = time.process_time()
         step()
         times.append(time.process_time() - began)

@@ -13,6 +13,7 @@ ended and exits with 130; the same command continues. `--page` writes the page a
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from proof_claims import CLAIMS, JUMP, KNN, PROTOCOLS, RUNS, TOP1, Claim, command
+from proof_claims import CLAIMS, JUMP, KNN, PROTOCOLS, RUNS, TOP1, Claim, Pair, command
 from proof_page import write
 
 from eagleray import config
@@ -33,9 +34,10 @@ from eagleray.base.console import stop_on_signal
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
 from eagleray.sweeps.study import Study, begin
-from eagleray.sweeps.sweep import load, recipe_of
+from eagleray.sweeps.sweep import Sweep, count_trials, load, recipe_of, suggest
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "proof.jsonl"
+OF_SEED = re.compile(r"_s\d$")  # the end of an alternative that is for one seed alone, which has a start of its own
 WARM = 30  # steps before a jump of the gradient counts
 HISTORY = 100  # steps whose median a gradient norm is compared with
 
@@ -205,9 +207,22 @@ def finished(claim: Claim) -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def setting(row: Mapping[str, Any]) -> str:
-    """Return the name of a trial's setting: its alternative and its values without the seed."""
+    """Return the name of a trial's setting: its alternative and its values, without the seed."""
     parts = {k.removesuffix(".value").rpartition(".")[2]: v for k, v in row["values"].items() if k != "seed"}
-    return " ".join(filter(None, [row["alternative"], *(f"{k}={v}" for k, v in parts.items())]))
+    alternative = OF_SEED.sub("", row["alternative"])
+    return " ".join(filter(None, [alternative, *(f"{k}={v}" for k, v in parts.items())]))
+
+
+def differing(sweep: Sweep, pair: Pair) -> set[str]:
+    """Return the keys in which the recipes of two settings differ in the same seed, but for what they start from."""
+    trees: dict[str, dict[str, Any]] = {}
+    for number in range(count_trials(sweep)):
+        alternative, values = suggest(sweep, number, [])
+        if values["seed"] == 0:
+            name = setting({"alternative": alternative, "values": values})
+            trees[name] = config.flatten(config.to_plain(recipe_of(sweep, alternative, values, name)))
+    one, other = trees[pair.better], trees[pair.worse]
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
 
 
 def jump(trial: Path) -> float:
@@ -219,7 +234,7 @@ def jump(trial: Path) -> float:
 def store(claim: Claim) -> None:
     """Put the trials of a claim that have ended into the results, each once, as soon as they have a number."""
     lines = {(r["claim"], r["setting"], r["seed"]): r for r in read_lines(RESULTS)}
-    wanted, gpu = {p.metric for p in claim.pairs} | {KNN, TOP1}, next(iter(devices.names()), None)
+    wanted, gpu = {p.metric for p in (*claim.pairs, *claim.beside)} | {KNN, TOP1}, next(iter(devices.names()), None)
     for trial, row in finished(claim):
         numbers = json.loads((trial / "summary.json").read_text())
         if (trial / "results.json").exists():

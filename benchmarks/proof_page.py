@@ -1,18 +1,19 @@
 """docs/proof.md: what the results of the sweeps say of each claim of the papers, in words and plots."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
-from proof_claims import CLAIMS, FRACTIONS, SECONDS, Claim, Pair, command
+from proof_claims import CLAIMS, FRACTIONS, SECONDS, Claim, Pair
 
 PAGE = common.ROOT / "docs" / "proof.md"
 IMAGES = common.ROOT / "docs" / "images" / "proof"
-LEAST = 3  # seeds for a verdict
-MOST = 5  # seeds where deviations overlap
-EDGE = 6  # the largest lead that the plot of all claims tells from others
+LEVEL = 0.05  # of all verdicts together
+POWER = 0.8  # with which a difference is called visible
+EDGE = 4  # the largest lead that the plot of all claims tells from others
 
 
 def of(lines: Sequence[Mapping[str, Any]], sweep: str, name: str, metric: str) -> dict[int, float]:
@@ -21,21 +22,65 @@ def of(lines: Sequence[Mapping[str, Any]], sweep: str, name: str, metric: str) -
     return {r["seed"]: scale * r["numbers"][metric] for r in mine if metric in r["numbers"]}
 
 
-def verdict(better: Sequence[float], worse: Sequence[float], *, lower: bool) -> str:
-    """Return whether the first setting is better: seen, reversed, not seen or undecided. Means must differ by more than
-    both deviations together; where they do not, MOST seeds of each are needed to say that nothing is seen."""
-    least = min(len(better), len(worse))
-    if least < LEAST:
-        return "undecided"
-    if abs(ahead := lead(better, worse, lower=lower)) > 1:
-        return "seen" if ahead > 0 else "reversed"
-    return "not seen" if least >= MOST else "undecided"
+class Compared(NamedTuple):
+    """Two settings beside each other: the gain of the first over the second, by Welch's t-test."""
+
+    gain: float  # positive: the setting is ahead that the paper prefers
+    error: float  # standard error of the gain
+    freedom: float  # degrees of freedom
+
+    @property
+    def p(self) -> float:
+        """How likely a gain of this size is by chance, in either direction."""
+        from scipy.stats import t  # a machine that only trains may have none
+
+        return float(2 * t.sf(abs(self.gain) / self.error, self.freedom))
+
+    def width(self, level: float) -> float:
+        """Return half the width of the interval of the gain that misses the true one with chance `level`."""
+        from scipy.stats import t  # a machine that only trains may have none
+
+        return float(t.ppf(1 - level / 2, self.freedom) * self.error)
+
+    def visible(self, level: float) -> float:
+        """Return the true gain that would be told from none at this level with the chance POWER: the t of a true gain
+        is not central, which matters with few seeds."""
+        from scipy.optimize import brentq
+        from scipy.stats import nct
+
+        edge = self.width(level) / self.error
+        return float(brentq(lambda true: nct.sf(edge, self.freedom, true) - POWER, 0, 10 * edge) * self.error)
 
 
-def lead(better: Sequence[float], worse: Sequence[float], *, lower: bool) -> float:
-    """Return by how much the first setting is better, over the sum of both deviations."""
+def compare(better: Sequence[float], worse: Sequence[float], *, lower: bool) -> Compared | None:
+    """Compare the numbers of two settings, of which lower ones may be better; None where there are too few."""
+    if min(len(better), len(worse)) < 2:
+        return None
     gain = statistics.mean(better) - statistics.mean(worse)
-    return (-gain if lower else gain) / (statistics.stdev(better) + statistics.stdev(worse) or 1e-9)
+    a, b = (max(statistics.variance(x) / len(x), 1e-12) for x in (better, worse))
+    freedom = (a + b) ** 2 / (a**2 / (len(better) - 1) + b**2 / (len(worse) - 1))
+    return Compared(-gain if lower else gain, math.sqrt(a + b), freedom)
+
+
+def verdicts(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, Pair], str]:
+    """Return the verdict of each comparison that decides: seen, reversed, not seen, or unfinished while seeds are left.
+
+    By Holm's method the chance that any of them is seen or reversed by mistake is at most LEVEL. An unfinished
+    comparison takes its share of that from the start, so that what is seen stays seen when others end."""
+    found, tested = dict[tuple[str, Pair], str](), list[tuple[float, tuple[str, Pair], float]]()
+    for claim in CLAIMS:
+        for pair in claim.pairs:
+            a, b = both(claim, pair, lines)
+            compared = compare(a, b, lower=pair.lower)
+            found[claim.sweep, pair] = "unfinished"
+            if compared and min(len(a), len(b)) >= claim.seeds:
+                found[claim.sweep, pair] = "not seen"
+                tested.append((compared.p, (claim.sweep, pair), compared.gain))
+    for rank, (p, key, gain) in enumerate(sorted(tested)):
+        if p > LEVEL / (len(found) - rank):
+            break
+        found[key] = "seen" if gain > 0 else "reversed"
+    return found
 
 
 def words(values: Sequence[float]) -> str:
@@ -46,40 +91,30 @@ def words(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f}{deviation} ({len(values)})"
 
 
-def chance(a: Sequence[float], b: Sequence[float]) -> str:
-    """Return the p-value of Welch's t-test, or a dash where there are too few seeds for a verdict."""
-    from scipy.stats import ttest_ind_from_stats  # a machine that only trains may have none
-
-    if min(len(a), len(b)) < LEAST:
-        return "-"
-    described = [x for part in (a, b) for x in (statistics.mean(part), statistics.stdev(part), len(part))]
-    p = ttest_ind_from_stats(*described, equal_var=False).pvalue
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 HEAD = """# Proof on real images
 
-Written by `python benchmarks/proof.py`. For each claim of a paper this page says what we saw at a size that fits two
-CPU cores. "Seen" means that the means differ by more than both standard deviations together, with at least three
-seeds of each; "reversed" that they do so the other way round; "not seen" that they do not with five seeds; all else
-is "undecided". Fewer than three seeds decide nothing. Beside the verdict stands the p-value of Welch's t-test, how
-likely so large a difference is by chance: with three seeds some differences that are "seen" are likelier than 0.05, and
-with five some below it are "not seen"; of fifty comparisons, two or three fall below 0.05 by chance. The machine was
-shared with other programs, so the time of a trial is compared with that of the other setting's trial of the same seed,
-which ran in the same hour; other numbers do not depend on it. Numbers are means ± standard deviations over seeds
-(number of seeds), in percent unless said otherwise. Each number of each trial is in
-[proof.jsonl](../benchmarks/results/proof.jsonl), with its device where that is a GPU.
+For each claim of a paper this page says what we saw at a size that fits two CPU cores: most runs take 150 to 1,200
+steps on CIFAR-10. A claim that is not seen here may still hold after the papers' hundreds of thousands of steps.
 
-`python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`, and this continues all sweeps for an
-hour and writes the page anew:
+Each verdict compares two settings of one class in which one thing differs, as its section says, in a number of seeds
+that was fixed before the first trial. It rests on Welch's t-test. "Seen" means that what the paper prefers is ahead,
+"reversed" that it is behind, and that chance explains neither: the level is 5 % for the whole page, by Holm's method.
+All else is "not seen", which is no evidence against the paper: the page says from which true difference on four of five
+such proofs would have seen it at the strictest level of the page. "Unfinished" means that seeds are left. Numbers
+without a verdict stand beside a claim and decide nothing.
+
+Numbers are means ± standard deviations over seeds (number of seeds), in percent unless said otherwise; a gain has its
+95 % interval. Times compare trials of one seed that ran in the same hour of a shared machine.
+[proof.jsonl](../benchmarks/results/proof.jsonl) has each number of each trial, and [the log](log.md) what earlier
+settings of these claims gave, which differed in more than one thing.
+
+`python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`. This continues all sweeps for an hour
+and writes the page anew (`--programs 2` runs two trials at once), and `eagleray tune NAME out=runs/proof/NAME
+--max-concurrent 1 --resume` continues one:
 
 ```
 python benchmarks/proof.py --hours 1
 ```
-
-With `--programs N` N trials run side by side, each as a program of its own, without Ray: `--programs 2` on two cores,
-or `--programs 14 --keys data.workers=1 precision=fp32 compile=false` on one GPU: on an H100 with 16 cores the 21 trials
-of proof_frameworks took under five minutes.
 
 ## The images
 
@@ -108,37 +143,47 @@ def both(claim: Claim, pair: Pair, lines: Sequence[Mapping[str, Any]]) -> list[l
     return [list(better.values()), list(worse.values())]
 
 
-def overview(lines: Sequence[Mapping[str, Any]]) -> str:
+def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the table of all claims with how many of their comparisons have which verdict."""
-    text = "\n## The claims\n\n![The lead of each comparison, by claim](images/proof/claims.png)\n\n"
-    text += "Each point is a comparison of at least three seeds. In the grey band the means differ by less than both\n"
-    text += "deviations together. A claim that is **confounded** is not decided by its verdicts: they may come from\n"
-    text += "something else than the paper's idea, which its section names.\n\n"
+    text = "\n## The claims\n\n![The gain of each comparison, by claim](images/proof/claims.png)\n\n"
+    text += "Each point is a comparison, in the half width of its 95 % interval: in the grey band the interval has\n"
+    text += f"zero in it. Of {len(found)} comparisons only the filled ones are seen or reversed.\n\n"
     text += "| Claim | Verdicts |\n| --- | --- |\n"
     for claim in CLAIMS:
-        found = Counter(verdict(*both(claim, pair, lines), lower=pair.lower) for pair in claim.pairs)
-        if found:
-            shown = ", ".join(f"{n} {name}" for name, n in found.most_common()) if ran(claim, lines) else "not run yet"
-            mark = " **Confounded.**" if claim.confounded else ""
-            text += f"| [{claim.sweep}](#{claim.sweep}): {claim.claim}{mark} | {shown} |\n"
+        if claim.pairs:
+            each = Counter(found[claim.sweep, pair] for pair in claim.pairs)
+            shown = ", ".join(f"{n} {name}" for name, n in each.most_common()) if ran(claim, lines) else "not run yet"
+            text += f"| [{claim.sweep}](#{claim.sweep}) | {shown} |\n"
     return text
 
 
-def section(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section of a claim."""
-    text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* Setting: {claim.setting}.\n* Tried: {claim.tried}.\n"
-    if claim.confounded:
-        text += f"* **Confounded**, so the verdicts do not decide the claim: {claim.confounded}.\n"
-    text += f"* Command: `{command(claim)}`\n\n"
+def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
+    """Return the section of a claim, with its verdicts among all that were found."""
+    text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* Setting: {claim.setting}.\n"
+    text += f"* Settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
+    text += f"* Tried: {claim.tried}.\n" if claim.tried else ""
+    text += "\n"
     if not ran(claim, lines):
         return text + "Not run yet.\n"
-    if claim.pairs:
-        text += "| said to be better | number | than | number | measure | p | verdict |\n" + 7 * "| --- " + "|\n"
-    for pair in claim.pairs:
+    if claim.pairs or claim.beside:
+        text += "| better, says the paper | number | than | number | measure | gain | p | verdict |\n"
+        text += 8 * "| --- " + "|\n"
+    for pair in (*claim.pairs, *claim.beside):
         a, b = both(claim, pair, lines)
-        text += f"| `{pair.better}` | {words(a)} | `{pair.worse}` | {words(b)} | `{pair.metric}` "
-        text += f"| {chance(a, b)} | {verdict(a, b, lower=pair.lower)} |\n"
+        cells = [f"`{pair.better}`", words(a), f"`{pair.worse}`", words(b), f"`{pair.metric}`"]
+        cells += judged(compare(a, b, lower=pair.lower), found.get((claim.sweep, pair)), len(found))
+        text += f"| {' | '.join(cells)} |\n"
     return text + f"\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
+
+
+def judged(compared: Compared | None, verdict: str | None, comparisons: int) -> list[str]:
+    """Return the gain, the p-value and the verdict of a comparison in words, one of so many on the page."""
+    if compared is None:
+        return ["-", "-", verdict or "-"]
+    p = "< 0.001" if compared.p < 0.001 else f"{compared.p:.3f}"
+    if verdict == "not seen":
+        verdict += f" (from {compared.visible(LEVEL / comparisons):.2g} on)"
+    return [f"{compared.gain:+.2f} ± {compared.width(0.05):.2f}", p, verdict or "-"]
 
 
 def draw(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -167,46 +212,49 @@ def draw(claim: Claim, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def leads(claims: Sequence[Claim], lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:
-    """Yield the verdict of each comparison with enough seeds, its lead up to EDGE, and its place in the claim's row."""
+    """Yield the verdict of each finished comparison, its gain in half widths of its interval, up to EDGE, and its place
+    in the claim's row."""
+    found = verdicts(lines)
     for row, claim in enumerate(claims):
         for i, pair in enumerate(claim.pairs):
-            a, b = both(claim, pair, lines)
-            if min(len(a), len(b)) >= LEAST:
+            compared = compare(*both(claim, pair, lines), lower=pair.lower)
+            if compared and found[claim.sweep, pair] != "unfinished":
                 place = row + 0.7 * ((i + 0.5) / len(claim.pairs) - 0.5)
-                ahead = lead(a, b, lower=pair.lower)
-                yield verdict(a, b, lower=pair.lower), max(-EDGE, min(EDGE, ahead)), place
+                ahead = compared.gain / compared.width(0.05)
+                yield found[claim.sweep, pair], max(-EDGE, min(EDGE, ahead)), place
 
 
 def draw_claims(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the lead of every comparison, the claims from top to bottom."""
+    """Draw the gain of every comparison, the claims from top to bottom."""
     from matplotlib import pyplot as plt  # a machine that only trains may have none
 
-    from eagleray.base.plotting import BLUE, DPI, GREY, INK, LIGHT, RED
+    from eagleray.base.plotting import BLUE, DPI, GREY, LIGHT, RED
 
     plt.switch_backend("Agg")
-    claims = [claim for claim in CLAIMS if claim.pairs and ran(claim, lines)]
+    points = list(leads(CLAIMS, lines))
+    claims = [claim for i, claim in enumerate(CLAIMS) if any(round(y) == i for *_, y in points)]
+    points = list(leads(claims, lines))
     figure, ax = plt.subplots(figsize=(8, 1 + 0.36 * len(claims)))
     ax.axvspan(-1, 1, color=LIGHT, lw=0, zorder=0)
-    colors = {"seen": (BLUE, BLUE), "reversed": (RED, RED), "not seen": (GREY, GREY), "undecided": (INK, "white")}
-    points = list(leads(claims, lines))
-    for name, (edge, face) in colors.items():
+    for name, edge, face in (("seen", BLUE, BLUE), ("reversed", RED, RED), ("not seen", GREY, "white")):
         found = [(x, y) for shown, x, y in points if shown == name]
         ax.scatter([x for x, _ in found], [y for _, y in found], 30, face, edgecolors=edge, label=name)
     ticks = range(-EDGE, EDGE + 1, 2)
     ax.set_xticks(ticks, [f"{x} or less" if x == -EDGE else f"{x} or more" if x == EDGE else str(x) for x in ticks])
-    ax.set_xlabel("lead of what the paper prefers, over both standard deviations together")
+    ax.set_xlabel("gain of what the paper prefers, in half widths of its 95 % interval")
     ax.set_yticks(range(len(claims)), [claim.sweep.removeprefix("proof_") for claim in claims])
     ax.set_ylim(len(claims) - 0.5, -0.5)
     ax.grid(axis="y", color=LIGHT, lw=0.5)
     ax.set_axisbelow(True)
-    ax.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(IMAGES / "claims.png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the page for these results."""
-    return HEAD + overview(lines) + "".join(section(claim, lines) for claim in CLAIMS)
+    found = verdicts(lines)
+    return HEAD + overview(lines, found) + "".join(section(claim, lines, found) for claim in CLAIMS)
 
 
 def write(lines: Sequence[Mapping[str, Any]]) -> None:

@@ -306,8 +306,21 @@ def first(reader: Any, turn: Turn) -> Iterable[Bytes]:
 
 def decoded(reader: Any, turn: Turn) -> Iterable[Tensor]:
     batch = None if isinstance(reader, Ours) else reader.task.batch
-    loader = DataLoader(reader.crops(turn), batch_size=batch, num_workers=reader.task.workers)
+    loader = DataLoader(
+        reader.crops(turn),
+        batch_size=batch,
+        num_workers=reader.task.workers,
+        worker_init_fn=None if batch else reconnect,
+    )
     return (batch for batch in loader)  # whose processes start when the first is asked for
+
+
+def reconnect(_: int) -> None:
+    """Give a forked process connections of its own: two processes on one get each other's answers."""
+    from eagleray.storage import store
+    from eagleray.storage.s3 import S3Store
+
+    store.STORES["s3"] = S3Store()
 
 
 CLOCKED: dict[str, Callable[[Any, Turn], Iterable[Any]]] = {

@@ -36,14 +36,15 @@ from eagleray.base import cpu_share, devices
 from eagleray.config import bundled
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
-from eagleray.data.loader import Loader, processes
+from eagleray.data.loader import Loader
+from eagleray.data.loader_processes import processes
 from eagleray.engine import loop
-from eagleray.engine.numerics import numerics
-from eagleray.engine.precision import Precision
+from eagleray.engine.precision import Precision, numerics
 from eagleray.engine.world import local
-from eagleray.runs import pretrain, recipe
+from eagleray.runs import recipe
 from eagleray.runs.build import build_method, build_optimizer, make_trainer
-from eagleray.runs.plan import make_plan
+from eagleray.runs.checks import make_plan
+from eagleray.runs.rank_run import place
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import trace_step
 from eagleray.views import photometric
@@ -105,7 +106,7 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     world = local()
     precision = Precision.of(r.precision, world.device)
     method = build_method(r)
-    pretrain.place(method, r, world)
+    place(method, r, world)
     optimizer = build_optimizer(r, method)
     feed = Feed(r, world.device, synthetic=args.synthetic)
     clock = Clock(world.device)
@@ -114,7 +115,8 @@ def measure(r: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         steps = make_trainer(r, method, optimizer, precision).steps(batches)
         seconds, loss = timed(steps, args, feed, clock)
     peak = memory(world.device)
-    trace = trace_step(r, ranks=1, dataset=IMAGES, dtype=precision.dtype)
+    gpu = devices.is_accelerator(world.device)
+    trace = trace_step(r, ranks=1, dataset=IMAGES, dtype=precision.dtype, gpu=gpu)
     result = {
         "device": world.device.type,
         "input": "synthetic" if args.synthetic else "data",
@@ -169,7 +171,8 @@ def made_up(r: Recipe, device: torch.device) -> Batch:
     b, sizes = r.optim.batch, [v.size for v in Views.of(r.views).views]
     pixels = [torch.randint(0, 256, (b, 3, s, s), dtype=torch.uint8, device=device) for s in sizes]
     views = [photometric.normalise_(p.float() / 255) for p in pixels]
-    return Batch(views, torch.arange(b), torch.full((b,), -1, device=device), (b,), whole_boxes(views))
+    label = torch.zeros(b, dtype=torch.long, device=device)
+    return Batch(views, torch.arange(b), label, (b,), whole_boxes(views))
 
 
 def memory(device: torch.device) -> float:

@@ -126,11 +126,11 @@ Turn = Callable[[int], dict[str, Any]]  # of a round's number
 
 
 class Reader:
-    """A process of `rivals.py`."""
+    """A process of `rivals.py`, or of another program that answers as it does."""
 
-    def __init__(self, name: str, task: Task, python: str) -> None:
+    def __init__(self, name: str, task: Task, python: str, program: str = "rivals.py") -> None:
         self.name = name
-        command = [python, str(Path(__file__).with_name("rivals.py")), name, json.dumps(asdict(task))]
+        command = [python, str(Path(__file__).with_name(program)), name, json.dumps(asdict(task))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> "Reader":

@@ -39,6 +39,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--train", required=True, help="shards of CIFAR-10 or other labelled images")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--readers", type=int, default=0, help="loader processes of each worker")
     parser.add_argument("--every", type=float, default=120, help="seconds between kills")
     parser.add_argument("--minutes", type=float, default=10, help="that the harmed run lasts at least")
     parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
@@ -79,7 +80,7 @@ class Run:
             "data.train": args.train,
             "out": out,
             "workers": args.workers,
-            "data.workers": 0,
+            "data.workers": args.readers,
             "optim.batch": args.batch,
             "optim.epochs": 100,
             "checkpoint.steps": args.interval,

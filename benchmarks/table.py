@@ -24,12 +24,13 @@ COLUMNS = {
 def main(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     results = [row["result"] if isinstance(row["result"], dict) else {"printed": row["result"]} for row in rows]
-    print(f"{'':<24}{'status':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
-    for row, result in zip(rows, results, strict=True):
-        name = row["name"] + (f" {result['case']}" if "case" in result else "")
+    names = [row["name"] + (f" {r['case']}" if "case" in r else "") for row, r in zip(rows, results, strict=True)]
+    width = max(24, *map(len, names)) if names else 24
+    print(f"{'':<{width}}{'status':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
+    for name, row, result in zip(names, rows, results, strict=True):
         status = "failed" if "error" in result and row["status"] == "ok" else row["status"]
         values = [result.get(key, "") for key in COLUMNS.values()] if "step_ms" in result else []
-        print(f"{name:<24}{status:>8}" + "".join(f"{value:>10}" for value in values))
+        print(f"{name:<{width}}{status:>8}" + "".join(f"{value:>10}" for value in values))
     for row, result in zip(rows, results, strict=True):
         if "methods" in result:
             show_methods(row["name"], result["methods"])

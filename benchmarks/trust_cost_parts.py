@@ -45,7 +45,7 @@ def index(folder: Path, name: str, images: int) -> Callable[[], object]:
 
 def prepare(folder: Path, name: str, images: int) -> Callable[[], object]:
     from eagleray.datasets.prepare import prepare
-    from eagleray.datasets.sources.options import PrepareOptions
+    from eagleray.datasets.sources.source import PrepareOptions
 
     destination = folder / name / "prepared"
     options = PrepareOptions(source="folder", origin=str(folder / "images"), destination=str(destination), size=16)
