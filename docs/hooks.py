@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "deploy/README.md")
+UNSOUGHT = re.compile(r"decisions/|recipes/|log\.md|CHANGELOG\.md")
 FENCE = re.compile(r"^(```.*?^```)", re.M | re.S)
 LINK = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 LOADED = re.compile(
@@ -36,7 +37,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links by places in the repository into links by places in the site."""
+    """Turn links by places in the repository into links by places in the site. Pages that are looked up by name and not
+    by their words stay out of the search, where they would hide the guides."""
+    page.meta["search"] = {"exclude": UNSOUGHT.match(page.file.src_uri) is not None}
     parts = FENCE.split(markdown)
     parts[::2] = [LINK.sub(lambda m: link(page.file.src_uri, m[1], m[2]), part) for part in parts[::2]]
     return "".join(parts)

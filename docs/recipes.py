@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Rewrites the tables of docs/recipes.md from the recipes of pipelines/."""
+"""Writes docs/recipes/, a page of tables for each family of methods, from the recipes of pipelines/."""
 
 import itertools
 from pathlib import Path
@@ -9,25 +9,40 @@ from eagleray.config.published import cost_words, ours_words, published_words
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.runs import recipe
 
-PAGE = Path(__file__).with_name("recipes.md")
-MARK = "<!-- from here on written by docs/recipes.py -->\n"
+PAGES = Path(__file__).with_name("recipes")
+WRITTEN = "<!-- written by docs/recipes.py -->\n"
+# The title of each page and its methods: no page has more than a hundred recipes, so that a phone can open it.
+FAMILIES = {
+    "contrastive": ("MoCo, SimCLR and their kin", "moco mocov3 moby simclr instdisc pirl"),
+    "joint": ("BYOL, SwAV and others without negatives", "byol byol_regions simsiam swav barlow_twins vicreg lejepa"),
+    "dino": ("DINO, iBOT, DINOv2 and EsViT", "dino dinov2 ibot esvit distill"),
+    "patches": ("Patches, regions and masks", "selfpatch selfpatch_moby densecl detco pixpro instloc mae mpp"),
+    "drloc": ("DRLoc", "drloc"),
+    "supervised": ("Training and fine-tuning with labels", "supervised"),
+}
 COLUMNS = ("Recipe", "Backbone", "Data", "Epochs", "Batch", "Published", "Cost", "Ours")
 DATA = {
     "coco": "COCO",
     "in22k": "ImageNet-22k",
+    "imagenette": "Imagenette",
     "openimages": "OpenImages-v4",
     "webvision": "WebVision-v1",
     "shapes": "drawn shapes",
 } | {dataset.short: dataset.title for dataset in DATASETS.values()}
 
 
-def page(written: str) -> str:
-    """Return what people wrote of the page, then a table for each method."""
-    out = written.partition(MARK)[0] + MARK
-    for method, names in itertools.groupby(bundled.names(), key=lambda name: recipe.load(name).method.name):
-        out += f"\n### `{method}`\n\n" + row(*COLUMNS) + row(*["---"] * len(COLUMNS))
-        out += "".join(row(*cells(name)) for name in names)
-    return out
+def pages() -> dict[str, str]:
+    """Return the text of every page by its name, with a table for each method."""
+    tables = {}
+    by_method = {name: recipe.load(name).method.name for name in bundled.names()}
+    for method, names in itertools.groupby(sorted(by_method, key=by_method.__getitem__), key=by_method.__getitem__):
+        rows = "".join(row(*cells(name)) for name in names)
+        tables[method] = f"\n## {method}\n\n" + row(*COLUMNS) + row(*["---"] * len(COLUMNS)) + rows
+    about = "\n[Recipes](../recipes.md#all-recipes) explains the columns of these tables.\n"
+    return {
+        name: f"# {title}\n\n{WRITTEN}{about}" + "".join(tables.pop(method) for method in methods.split())
+        for name, (title, methods) in FAMILIES.items()
+    }
 
 
 def row(*cells: object) -> str:
@@ -42,4 +57,6 @@ def cells(name: str) -> list[object]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (PAGES / f"{name}.md").write_text(text)

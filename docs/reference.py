@@ -3,9 +3,11 @@
 
 import ast
 import inspect
+import io
 import json
 import re
 import textwrap
+import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -29,7 +31,8 @@ from eagleray.runs import recipe
 
 DOCS = Path(__file__).parent
 WRITTEN = "<!-- written by docs/reference.py -->\n\n"
-# Sections of a recipe in the order of docs/recipes.md, where their keys are explained.
+MARK = "<!-- from here on written by docs/reference.py -->\n"
+# Sections of a recipe, in the order of the page.
 SECTIONS = {
     "backbone": recipe.Network,
     "start": recipe.Start,
@@ -43,6 +46,42 @@ SECTIONS = {
     "track": recipe.Track,
 }
 LISTS = ("views", "curriculum")  # of mappings with these keys
+# Keys that mean the same in every method, where no comment of the method says more.
+OF_METHODS = {
+    "dim": "width of the vectors that the loss compares",
+    "hidden": "width of the hidden layers of the heads",
+    "temperature": "temperature of the similarities",
+    "queue": "number of keys in each queue",
+    "negatives": "number of other images' vectors from the bank that a crop is compared with",
+    "momentum": "share of its weights that the momentum copy keeps in a step",
+    "prototypes": "learned vectors that targets choose between: the size of the softmax",
+    "patch_prototypes": "learned vectors that the targets of patches choose between",
+    "bottleneck": "width of the unit vectors before the prototypes",
+    "student_temp": "temperature of the student's softmax",
+    "teacher_temp": "temperature of the teacher's softmax",
+    "center_momentum": "share of its value that the centre keeps in a step",
+    "koleo_weight": "weight of KoLeo, which spreads features apart, summed over both large crops; 0: none",
+    "region_weight": "weight of the loss on regions",
+    "region_loss": "mse: squared distance of the head's scores, scaled to unit length",
+    "region_hidden": "width of the hidden layers of the regions' head",
+    "matching": "sinkhorn: match tokens by optimal transport between the two views",
+    "neighbours": "how many of the 8 patches around a patch, the most similar ones, form its target",
+    "patch_weight": "weight of the loss on patches",
+    "patch_hidden": "width of the hidden layers of the patches' head",
+    "predictor": "false: no predictor",
+    "decoder_dim": "width of the decoder",
+    "decoder_depth": "blocks of the decoder",
+    "decoder_heads": "attention heads of the decoder",
+    "variance": "weight of the loss that keeps the deviation of each channel at 1 or above",
+    "covariance": "weight of the loss on covariances between channels",
+    "epsilon": "entropy of the assignments: a smaller one makes them sharper",
+    "iterations": "iterations of Sinkhorn-Knopp",
+    "classes": "number of classes of the labels",
+    "smoothing": "label smoothing",
+    "mixup": "alpha of mixup; 0: none",
+    "cutmix": "alpha of CutMix; 0: none",
+    "mode": "form of the loss on distances between tokens",
+}
 
 
 def pages() -> dict[str, str]:
@@ -50,7 +89,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/commands.md": commands(),
         "reference/keys.md": keys(),
-        "reference/api.md": api(),
+        "python.md": api(),
         "decisions/README.md": decisions(),
         "operate/monitoring.md": monitoring(),
         "../llms.txt": llms(),
@@ -67,7 +106,7 @@ def head(*cells: str) -> str:
 
 def linked(text: str) -> str:
     """Return the text with links in place of the names of pages."""
-    return re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](../\1.md)", text)
+    return re.sub(r"\bdocs/(\w+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)
 
 
 # Commands
@@ -77,8 +116,8 @@ VALUES = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 def commands() -> str:
     """Return the page of all commands, with their arguments and options."""
-    out = f"# Commands\n\n{WRITTEN}Every command prints this with `--help`. "
-    out += "[Exit status](../running.md#exit-status) says what a command's number means.\n"
+    out = f"# Commands\n\n{WRITTEN}Every command prints its part of this page with `--help`. "
+    out += "The page on running explains the [exit status](../running.md#exit-status) of a command.\n"
     for name, command in walk(typer.main.get_command(main.app), "eagleray"):
         out += f"\n## {name}\n\n```\n{usage(name, command)}\n```\n\n{linked(inspect.cleandoc(command.help or ''))}\n"
         rows = [(parameter, described(parameter)) for parameter in command.params if not parameter.hidden]
@@ -134,6 +173,17 @@ def default_of(parameter: Any) -> str:
 
 # Keys of a recipe
 
+COLUMNS = ("Key", "Value", "Default", "Meaning")
+# What holds for a whole section.
+NOTES = {
+    "views": "The photometric operations run in the order of `apply`. Their parameters are drawn from the "
+    "distributions of torchvision's transforms. Every view is normalised with ImageNet's mean and standard deviation. "
+    "Consecutive views of one size share a forward pass.\n\n",
+    "curriculum": "A phase sets `sizes`, `keep` or both, and begins where the previous phase ends. After the last "
+    "phase, views have their own `size` and all of their patches. See "
+    "[smaller views first](../running.md#smaller-views-first) and "
+    "[fewer patches first](../running.md#fewer-patches-first).\n\n",
+}
 SCHEDULE = "[schedule](../recipes.md#schedules)"
 SHARDS = "a URL, or a [list](../data.md#where-shards-may-be)"
 # What is said better than by the annotation, which holds the value after it was read.
@@ -149,28 +199,32 @@ SAID = {
 
 def keys() -> str:
     """Return the page of all keys: kinds of values, defaults, and whether a continued run may change them."""
-    out = f"# Recipe keys\n\n{WRITTEN}Kinds of values and defaults, from the classes that check recipes. What each key "
-    out += "means stands in [Recipes](../recipes.md#keys). A key with a mark may have another value when a run is "
+    out = f"# Recipe keys\n\n{WRITTEN}This page lists every key of a [recipe](../recipes.md). "
+    out += "Counts are whole numbers; shares and probabilities lie between 0 and 1; a range has two numbers, the lower "
+    out += "first. A key with a mark (✓) may have another value when a run is "
     out += "[continued](../recipes.md#what-identifies-a-run).\n"
     tops = [f for f in fields(recipe.Recipe) if f.name not in SECTIONS and f.name != "method"]
     out += "\n## At the top\n\n" + table(recipe.Recipe, "", {f.name for f in tops})
     for name, kind in SECTIONS.items():
-        out += f"\n## {name}\n\n" + table(kind, f"{name}[]." if name in LISTS else f"{name}.")
-    out += "\n## method\n\nThe keys of each method are the arguments of its class: [methods](../methods.md).\n"
+        out += f"\n## {name}\n\n" + NOTES.get(name, "") + table(kind, f"{name}[]." if name in LISTS else f"{name}.")
+    out += "\n## method\n\nEach of the [methods](../methods.md) has its own keys, the arguments of its class.\n"
     for name in config.parts("eagleray.methods"):
         arguments = signature.fields(f"eagleray.methods.{name}")
         free = config.part_constant("eagleray.methods", name, "may_change")
         out += f"\n### {name}\n\n{signature.headline(f'eagleray.methods.{name}')}\n"
         if arguments:
-            out += "\n" + head("Key", "Value", "Default", "May change")
+            out += "\n" + head(*COLUMNS)
+        said = meanings(inspect.getsource(signature.public_class(f"eagleray.methods.{name}")))
         for key, (kind, default) in arguments.items():
-            out += row(f"`method.{key}`", words(kind), value(default), "✓" if key in free else "")
+            mark = " ✓" if key in free else ""
+            out += row(f"`method.{key}`{mark}", words(kind), value(default), said.get(key) or OF_METHODS.get(key, ""))
     return out
 
 
 def table(kind: type, prefix: str, only: set[str] | None = None) -> str:
     """Return the table of the keys of a section."""
-    out, hints = head("Key", "Value", "Default", "May change"), get_type_hints(kind, include_extras=True)
+    out, hints = head(*COLUMNS), get_type_hints(kind, include_extras=True)
+    said = meanings(inspect.getsource(kind))
     for field in fields(kind):
         if only is None or field.name in only:
             name = prefix + (kind.__pydantic_fields__[field.name].alias or field.name)
@@ -178,7 +232,35 @@ def table(kind: type, prefix: str, only: set[str] | None = None) -> str:
             default = field.default if field.default is not MISSING else ...
             default = field.default_factory() if field.default_factory is not MISSING else default
             default = "`runs/<recipe>`" if name == "out" else value(default)
-            out += row(f"`{name}`", SAID.get(name) or words(hints[field.name]), default, "✓" if free else "")
+            mark = " ✓" if free else ""
+            out += row(f"`{name}`{mark}", SAID.get(name) or words(hints[field.name]), default, said.get(field.name, ""))
+    return out
+
+
+def meanings(source: str) -> dict[str, str]:
+    """Return what the comments of a class say about its fields and the arguments of its `__init__`: the comment on the
+    lines of each one or, where there is none, the lines of comment above it."""
+    source = textwrap.dedent(source)
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    comments = {
+        t.start[0]: (t.string.lstrip("# "), not t.line[: t.start[1]].strip())
+        for t in tokens
+        if t.type == tokenize.COMMENT
+    }
+    [node] = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    places = {n.target.id: n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    for function in node.body:
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+            places |= {argument.arg: argument for argument in function.args.kwonlyargs}  # type: ignore[dict-item]
+    out = {}
+    for name, place in places.items():
+        lines = [comments[n][0] for n in range(place.lineno, (place.end_lineno or 0) + 1) if n in comments]
+        above = place.lineno - 1
+        while not lines and above in comments and comments[above][1]:
+            above -= 1
+        lines = lines or [comments[n][0] for n in range(above + 1, place.lineno)]
+        out[name] = linked(" ".join(lines).replace("None:", "null:"))
     return out
 
 
@@ -238,9 +320,8 @@ def value(default: Any) -> str:
 
 
 def api() -> str:
-    """Return the page of everything in `eagleray`, from its docstrings."""
-    out = f"# Python API\n\n{WRITTEN}Everything that `import eagleray` offers; [Python](../python.md) shows how it is "
-    out += "used. The examples run in the tests.\n"
+    """Return what people wrote of the page on Python, then everything in `eagleray`, from its docstrings."""
+    out = (DOCS / "python.md").read_text().partition(MARK)[0] + MARK
     things = {name: getattr(eagleray, name) for name in eagleray.__all__ if name != "__version__"}
     for title, chosen in (
         ("Functions", {n: t for n, t in things.items() if not inspect.isclass(t)}),
@@ -306,7 +387,7 @@ def written(argument: ast.arg, default: ast.expr | None) -> str:
 def docstring(thing: Any) -> str:
     """Return a docstring as Markdown; its example becomes a block of code."""
     text, _, example = (inspect.getdoc(thing) or "").partition("Example:\n")
-    out = linked(text.rstrip()) + "\n"
+    out = linked(text.rstrip()).replace("](../", "](") + "\n"  # this page is not below reference/
     return out + (f"\n```python\n{textwrap.dedent(example).strip()}\n```\n" if example.strip() else "")
 
 
@@ -345,8 +426,6 @@ def llms() -> str:
 
 # Monitoring
 
-MARK = "<!-- from here on written by docs/reference.py -->\n"
-
 
 def monitoring() -> str:
     """Return what people wrote of the page on monitoring, then the alert rules and the metrics of Prometheus."""
@@ -355,11 +434,11 @@ def monitoring() -> str:
     out += head("Alert", "What to look at", "For", "Condition")
     for rule in rules:
         out += row(f"`{rule['alert']}`", rule["annotations"]["action"], rule.get("for", ""), f"`{rule['expr']}`")
-    out += "\n## Metrics\n\nEach has the labels `run` and `method`; the findings also `kind`.\n\n" + head(
-        "Metric", "Meaning"
-    )
+    out += "\n## Metrics\n\nEach metric has the labels `run` (the run's full address), `method` and `user` (the "
+    out += "person who started the run). Findings also have the label `kind`.\n\n"
+    out += head("Metric", "Meaning")
     about = {name: metric.meaning for name, metric in prometheus.GAUGES.items()}
-    about |= dict([prometheus.PROGRESS, prometheus.PLANNED]) | {
+    about |= dict([prometheus.PROGRESS, prometheus.PLANNED, prometheus.WANTED]) | {
         f"{prometheus.FINDINGS[0]}_total": prometheus.FINDINGS[1]
     }
     return out + "".join(row(f"`ray_{prometheus.PREFIX}{name}`", meaning) for name, meaning in about.items())
