@@ -47,11 +47,11 @@ test: setup
 # begins. Slow ones have one niceness: Ray gives the workers of jobs a high one, and they would wait for the tests beside them.
 PART ?=
 SOME = $(if $(filter tests/%,$(firstword $(PART))),$(PART),$(if $(PART),-k "$(PART)"))
-ALL = $(RUN)/python -m pytest -p helpers.continued -n 2 $(SOME)
+ALL = $(RUN)/python -m pytest -p helpers.continued $(SOME)
 test-all: setup
-	@$(ALL) -q -m "not slow" --dist loadfile --no-loadscope-reorder; fast=$$?; \
+	@$(ALL) -q -n 4 -m "not slow" --dist loadfile --no-loadscope-reorder; fast=$$?; \
 	case $$fast in 0|1|5) ;; *) exit $$fast ;; esac; \
-	nice -n 19 $(ALL) -v -m "slow and not campaign" --dist loadgroup --durations=40; slow=$$?; \
+	nice -n 19 $(ALL) -v -n 3 -m "slow and not campaign" --dist loadgroup --durations=40; slow=$$?; \
 	case $$fast.$$slow in 0.0|0.5|5.0) ;; *) exit 1 ;; esac; \
 	[ -n "$(PART)" ] || $(RUN)/python benchmarks/ratios.py
 
