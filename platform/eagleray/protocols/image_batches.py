@@ -159,5 +159,5 @@ class _Batch(NamedTuple):
 
     def result(self) -> Crops:
         good = torch.tensor([ok for piece in self.good for ok in piece.result()], dtype=torch.bool)
-        numbers = torch.from_numpy(self.samples)
+        numbers = torch.tensor(self.samples)
         return (numbers, self.images) if good.all() else (numbers[good], self.images[good])
