@@ -30,13 +30,13 @@ class Claim(NamedTuple):
 
     sweep: str
     claim: str  # in our words
-    setting: str
+    setting: str  # what is trained and measured, in sentences
     pairs: tuple[Pair, ...]  # that decide it
     differs: tuple[str, ...] = ()  # the keys in which the settings of a pair differ, and no others
     beside: tuple[Pair, ...] = ()  # numbers that are shown and decide nothing
     protocols: tuple[str, ...] = ()  # of `eagleray evaluate`, after the training of each trial
     after: str = ""  # the sweep whose trials this one starts from
-    tried: str = ""  # beside this
+    note: str = ""  # in sentences
     seeds: int = 5  # of each setting, fixed before the first trial
 
 
@@ -45,14 +45,14 @@ def command(claim: Claim) -> str:
     return f"eagleray tune {claim.sweep} out={RUNS}/{claim.sweep} --max-concurrent 1 --resume"
 
 
-CIFAR = "ViT of 4 blocks on CIFAR-10, 4-pixel patches (8 x 8 tokens)"
+CIFAR = "A ViT with 4 blocks and 4-pixel patches trains on"
 
 
 def drloc(share: int) -> Claim:
     """Return the claim about DRLoc with a share of the labels, in percent, on three backbones."""
-    text = f"DRLoc: predicting distances between tokens raises accuracy with {share} % of the labels."
+    text = f"Claim (DRLoc): predicting distances between tokens raises accuracy with {share} % of CIFAR-10's labels."
     pairs = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt", "t2t"))
-    setting = "small backbones on CIFAR-10, batches of 128, 390 steps"
+    setting = "Three small backbones train for 390 steps of 128 images."
     decides, shown = (pairs, ()) if share in (10, 100) else ((), pairs)  # the least and the most
     return Claim(f"proof_drloc_{share}", text, setting, decides, ("method",), shown)
 
@@ -60,17 +60,16 @@ def drloc(share: int) -> Claim:
 CLAIMS = (  # the most worth per hour first
     Claim(
         "proof_starts",
-        "The backbones that proof_regions and proof_byol_regions start from; it compares nothing.",
-        "SimCLR, Swin of two stages on CIFAR-10, 25,000 images, 390 steps of 128",
+        "This sweep makes no comparison. It trains the Swins from which proof_regions and proof_byol_regions start.",
+        "SimCLR trains a Swin with two stages on 25,000 CIFAR-10 images for 390 steps of 128 images.",
         (),
         protocols=("correspondence",),
     ),
     Claim(
         "proof_regions",
-        "EsViT, figure 8: where views alone train a backbone of several stages, the loss on regions raises its "
-        "correspondence.",
-        "the class EsViT on the Swins of proof_starts, 4 x 4 tokens in the last stage, 195 steps of 128; `right` is "
-        "the share of matches with the nearest token of the image",
+        "Claim (EsViT, figure 8): for a backbone with several stages, adding the region loss to the view loss raises "
+        "the correspondence accuracy.",
+        "EsViT trains the Swins of proof_starts (4 x 4 tokens in the last stage) for 195 more steps of 128 images.",
         (Pair("regions", "views", CORRESPONDENCE),),
         ("method.region_from",),
         (Pair("regions", "views", KNN),),
@@ -79,9 +78,9 @@ CLAIMS = (  # the most worth per hour first
     ),
     Claim(
         "proof_byol_regions",
-        "EsViT, section 4.3: on top of BYOL, too, the loss on regions raises kNN accuracy, as softmax (by 4.1 points) "
-        "more than as squared distance (1.8).",
-        "the class BYOL with regions on the same Swins, 195 steps of 128",
+        "Claim (EsViT, section 4.3): adding a region loss to BYOL raises kNN accuracy, by 4.1 points with a softmax "
+        "and by 1.8 points with a squared distance.",
+        "BYOL with a region loss trains the Swins of proof_starts for 195 more steps of 128 images.",
         (Pair("softmax", "byol", KNN), Pair("mse", "byol", KNN), Pair("softmax", "mse", KNN)),
         ("method.region_loss", "method.region_weight"),
         (Pair("softmax", "byol", CORRESPONDENCE), Pair("mse", "byol", CORRESPONDENCE)),
@@ -90,22 +89,27 @@ CLAIMS = (  # the most worth per hour first
     ),
     Claim(
         "proof_frozen",
-        "MoCo v3, figure 6: a random patch projection that is not trained has lower gradient spikes at a high rate.",
-        f"{CIFAR}, 10,000 images, 156 steps of 64, rate 0.02; the number is the largest gradient norm over its median",
+        "Claim (MoCo v3, figure 6): at a high learning rate, freezing the random patch projection lowers the spikes of "
+        "the gradient.",
+        f"{CIFAR} 10,000 CIFAR-10 images for 156 steps of 64 images, with a learning rate of 0.02. `jump` is the "
+        "largest ratio of a step's gradient norm to the median norm of up to 100 steps before it.",
         (Pair("freeze_patch=True", "freeze_patch=False", JUMP, lower=True),),
         ("backbone.freeze_patch",),
         (Pair("freeze_patch=True", "freeze_patch=False", KNN),),
     ),
     Claim(
         "proof_backbones",
-        "The backbones that proof_labels starts from; it compares nothing.",
-        "8-pixel patches, CIFAR-10 without labels, 780 steps of 128",
+        "This sweep makes no comparison. It trains the ViTs from which proof_labels starts.",
+        "MoCo v3 and DINO each train a ViT with 8-pixel patches on CIFAR-10 without labels, for 780 steps of 128 "
+        "images.",
         (),
     ),
     Claim(
         "proof_labels",
-        "MoCo v3 and DINO: with 2,500 of 50,000 labels, pretraining without labels beats random weights.",
-        "ViT of 4 blocks with 8-pixel patches on CIFAR-10, 190 steps of 128; each seed has a pretraining of its own",
+        "Claim (MoCo v3 and DINO): with labels for only 2,500 of 50,000 images, fine-tuning from pretrained weights is "
+        "more accurate than training from random weights.",
+        "A ViT with 4 blocks and 8-pixel patches trains on CIFAR-10 for 190 steps of 128 images. Each seed starts from "
+        "a different pretraining run.",
         (Pair("mocov3", "scratch", TOP1), Pair("dino", "scratch", TOP1)),
         ("backbone.weights",),
         after="proof_backbones",
@@ -116,67 +120,74 @@ CLAIMS = (  # the most worth per hour first
     drloc(100),
     Claim(
         "proof_mocov3",
-        "MoCo v3, tables 2 to 5: positions (by 1.6 points), batch norm in heads, predictor and momentum help.",
-        f"{CIFAR}, 25,000 images, 195 steps of 128",
+        "Claim (MoCo v3, tables 2 to 5): accuracy is higher with positions (by 1.6 points), batch norm in the heads, a "
+        "predictor and a momentum encoder.",
+        f"{CIFAR} 25,000 CIFAR-10 images for 195 steps of 128 images.",
         tuple(Pair("whole", arm, KNN) for arm in ("no_positions", "no_norm", "no_predictor", "no_momentum")),
         ("backbone.position", "method.momentum", "method.norm", "method.predictor"),
-        tried="without a predictor the loss is lower, too (1.41 and 1.47 in the last twenty steps), so perhaps a "
-        "random predictor needs more of them",
+        note="In the last twenty steps, the loss without a predictor is also lower (1.41, and 1.47 with one). Perhaps "
+        "a randomly initialised predictor needs more steps.",
     ),
     Claim(
         "proof_rate",
-        "MoCo v3, figures 1 and 2: too large a rate costs accuracy without an error of the loss.",
-        f"{CIFAR}, 25,000 images, 195 steps of 128",
+        "Claim (MoCo v3, figures 1 and 2): too high a learning rate lowers accuracy, although training does not "
+        "diverge.",
+        f"{CIFAR} 25,000 CIFAR-10 images for 195 steps of 128 images.",
         (Pair("lr=0.004", "lr=0.016", KNN),),
         ("optim.lr",),
         (Pair("lr=0.004", "lr=0.001", KNN),),
-        tried="in seeds 0 to 2 the loss falls at each rate (0.001, 0.004, 0.016), from 2.0 to 1.51, 1.48 and 1.60, "
-        "while kNN ends above the untrained backbones (32.0 to 32.6) at the first two, and below them at the third",
+        note="In seeds 0 to 2, the loss falls from 2.0 to 1.51, 1.48 and 1.60 with the rates 0.001, 0.004 and 0.016. "
+        "The kNN accuracy ends above that of the untrained backbones (32.0 to 32.6) with the first two rates, and "
+        "below it with 0.016.",
     ),
     Claim(
         "proof_curriculum",
-        "Curriculum (FastDINOv2, PatchDropout): low resolution or fewer patches first save time.",
-        f"{CIFAR}, 7,500 images, 4 epochs in batches of 128",
+        "Claim (FastDINOv2, PatchDropout): starting with a low resolution (`curriculum`) or with fewer patches "
+        "(`keep`) saves training time.",
+        f"{CIFAR} 7,500 CIFAR-10 images for 4 epochs, with DINO and batches of 128 images.",
         (Pair("curriculum", "full", SECONDS, lower=True), Pair("keep", "full", SECONDS, lower=True)),
         ("curriculum",),
         (Pair("curriculum", "full", KNN), Pair("keep", "full", KNN)),
-        tried="DINO ends below its untrained backbone (27.8), so only the time says something; the machine took "
-        "twice as long on the day of seeds 3 and 4",
+        note="DINO's kNN accuracy ends below that of its untrained backbone (27.8), so only the times are meaningful. "
+        "The machine was half as fast on the day of seeds 3 and 4.",
     ),
     Claim(
         "proof_frameworks",
-        "MoCo v3, table 4: MoCo v3 is ahead of SimCLR, BYOL and SwAV on a ViT.",
-        f"{CIFAR}, 25,000 images, 780 steps of 128, on an H100; untrained 32.3, SelfPatch's backbone 31.2",
+        "Claim (MoCo v3, table 4): on a ViT, MoCo v3 is more accurate than SimCLR, BYOL and SwAV.",
+        f"{CIFAR} 25,000 CIFAR-10 images for 780 steps of 128 images, on an H100. The kNN accuracy of the untrained "
+        "backbone is 32.3, or 31.2 for SelfPatch's backbone.",
         tuple(Pair("mocov3", arm, KNN) for arm in ("simclr", "byol", "swav")),
         ("backbone", "method", "optim", "views"),
         tuple(Pair("mocov3", arm, KNN) for arm in ("moby", "byol_regions", "selfpatch_moby")),
-        tried="no rates but those of the recipes; with 8-pixel patches SimCLR leads, too ([results](results.md))",
+        note="We tried only the learning rates of the recipes. With 8-pixel patches, SimCLR is also the most accurate "
+        "([results](results.md#methods-on-cifar-10)).",
         seeds=3,
     ),
     Claim(
         "proof_patches",
-        "SelfPatch: patches that agree with their neighbours raise dense accuracy (table 5: with 4 more than with 1 or "
-        "8).",
-        "the class SelfPatch on a ViT of 4 blocks, crops of photographs at 64 pixels, 8 x 8 tokens, neighbours within "
-        "the picture, 304 steps of 64; J&F of the two sequences of DAVIS that no crop is from, at 240 pixels; mIoU of "
-        "Semantic FPN after 400 steps on the 28 frames of CamVid that crops are from",
+        "Claim (SelfPatch): training each patch to agree with its neighbours improves segmentation and video "
+        "propagation. In table 5, 4 neighbours are better than 1 or 8.",
+        "SelfPatch trains a ViT with 4 blocks for 304 steps of 64 photograph crops. A crop is 64 pixels wide (8 x 8 "
+        "patches), and all neighbours lie within the crop. `davis/J&F` uses two DAVIS sequences without training "
+        "crops, at 240 pixels. `segmentation/miou` is for Semantic FPN after 400 steps on CamVid's 28 training frames.",
         (Pair("k4", "views", DAVIS), Pair("k4", "k1", DAVIS), Pair("k4", "k8", DAVIS)),
         ("method.neighbours", "method.patch_weight"),
         (Pair("k4", "views", CAMVID),),
         ("davis", "segmentation"),
-        tried="CIFAR-10 in 780 steps, where DINO with the mean of the patches learns little and SelfPatch nothing "
-        "([log](log.md)); J&F is 47.9 untrained and 61.5 by colour histograms, so these steps teach little",
+        note="In 780 steps on CIFAR-10, DINO with mean patches learned little and SelfPatch learned nothing "
+        "([log](log.md)). The J&F of the untrained backbone is 47.9, and that of colour histograms is 61.5.",
     ),
     Claim(
         "proof_spikes",
-        "MoCo v3, figure 6, at higher rates: a patch projection that is not trained lowers gradient spikes.",
-        "as proof_frozen, at two and a half and five times its rate",
+        "Claim (MoCo v3, figure 6): freezing the random patch projection also lowers the spikes of the gradient at "
+        "higher learning rates.",
+        "The runs are those of proof_frozen, with 2.5 and 5 times the learning rate.",
         tuple(
             Pair(f"lr={rate} freeze_patch=True", f"lr={rate} freeze_patch=False", JUMP, lower=True)
             for rate in (0.05, 0.1)
         ),
         ("backbone.freeze_patch",),
-        tried="one jump of 61 makes most of a mean, and at these rates every run ends below its untrained backbone "
-        "(31 %)",
+        note="One run with a jump of 61 contributes most of one mean. At these rates, the kNN accuracy of every run "
+        "ends below that of the untrained backbone (31 %).",
     ),
 )

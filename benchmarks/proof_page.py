@@ -93,37 +93,45 @@ def words(values: Sequence[float]) -> str:
 
 HEAD = """# Proof on real images
 
-For each claim of a paper this page says what we saw at a size that fits two CPU cores: most runs take 150 to 1,200
-steps on CIFAR-10. A claim that is not seen here may still hold after the papers' hundreds of thousands of steps.
+This page tests claims of papers with short training runs that fit two CPU cores. Most runs take 150 to 1,200 steps on
+CIFAR-10; the papers' runs take hundreds of thousands of steps.
 
-Each verdict compares two settings of one class in which one thing differs, as its section says, in a number of seeds
-that was fixed before the first trial. It rests on Welch's t-test. "Seen" means that what the paper prefers is ahead,
-"reversed" that it is behind, and that chance explains neither: the level is 5 % for the whole page, by Holm's method.
-All else is "not seen", which is no evidence against the paper: the page says from which true difference on four of five
-such proofs would have seen it at the strictest level of the page. "Unfinished" means that seeds are left. Numbers
-without a verdict stand beside a claim and decide nothing.
+Each comparison has two settings, which differ only in the keys that its section lists. We fixed the number of seeds
+before the first run. Verdicts use Welch's t-test at a level of 5 % for the whole page (Holm's method):
 
-Numbers are means ± standard deviations over seeds (number of seeds), in percent unless said otherwise; a gain has its
-95 % interval. Times compare trials of one seed that ran in the same hour of a shared machine.
-[proof.jsonl](../benchmarks/results/proof.jsonl) has each number of each trial, and [the log](log.md) what earlier
-settings of these claims gave, which differed in more than one thing.
+| Verdict | Meaning |
+| --- | --- |
+| seen | the setting that the paper prefers is significantly better |
+| reversed | the setting that the paper prefers is significantly worse |
+| not seen (detectable: D) | the difference is not significant, which is no evidence against the paper. \
+At the strictest level of Holm's method, the test would detect a true difference of D in four of five cases |
+| unfinished | runs of some seeds are missing |
+| - | the comparison has no verdict and only adds information |
 
-`python benchmarks/proof_set.py SOURCE` prepares the images below `data/proof`. This continues all sweeps for an hour
-and writes the page anew (`--programs 2` runs two trials at once), and `eagleray tune NAME out=runs/proof/NAME
---max-concurrent 1 --resume` continues one:
+Tables give means ± standard deviations over seeds, and the number of seeds in brackets. Numbers are percentages unless
+stated otherwise. The column `gain` gives the gain ± half the width of its 95 % confidence interval. `wall_seconds` is a
+setting's training time as a percentage of the other setting's time with the same seed. Both ran within the same hour on
+a shared machine. [proof.jsonl](../benchmarks/results/proof.jsonl) has the numbers of each run.
+[The log](log.md) has results of earlier settings, which differed in more keys.
+
+`python benchmarks/proof_set.py SOURCE` prepares the images in `data/proof`. The next command continues all sweeps for
+one hour and rewrites this page; with `--programs 2`, it runs two trials in parallel:
 
 ```
 python benchmarks/proof.py --hours 1
 ```
 
+To continue only one sweep, run `eagleray tune NAME out=runs/proof/NAME --max-concurrent 1 --resume`.
+
 ## The images
 
 | Images | Used for | Terms |
 | --- | --- | --- |
-| CIFAR-10, 50,000 + 10,000 of 32 pixels | all claims but SelfPatch's | no licence stated by its authors; research |
-| crops of 500 ImageNet photographs, 28 CamVid and 16 DAVIS frames | SelfPatch | research only; CamVid CC BY-NC 4.0 |
-| 2 sequences of DAVIS (100 frames), 12 validation frames of CamVid, with masks | tests of SelfPatch | the same |
-| Food-101 at 64 pixels, 1,212 + 505 | no claim yet | research only |
+| CIFAR-10: 50,000 training and 10,000 test images of 32 pixels | all claims except SelfPatch's | \
+research; the authors state no licence |
+| crops of 500 ImageNet photographs, 28 CamVid frames and 16 DAVIS frames | SelfPatch's training | \
+research only; CamVid CC BY-NC 4.0 |
+| 2 DAVIS sequences (100 frames) and 12 CamVid validation frames, with masks | SelfPatch's tests | the same |
 """
 
 
@@ -146,8 +154,10 @@ def both(claim: Claim, pair: Pair, lines: Sequence[Mapping[str, Any]]) -> list[l
 def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the table of all claims with how many of their comparisons have which verdict."""
     text = "\n## The claims\n\n![The gain of each comparison, by claim](images/proof/claims.png)\n\n"
-    text += "Each point is a comparison, in the half width of its 95 % interval: in the grey band the interval has\n"
-    text += f"zero in it. Of {len(found)} comparisons only the filled ones are seen or reversed.\n\n"
+    text += (
+        "Each point is one finished comparison, and filled points are seen or reversed. In the grey band, the 95 %\n"
+    )
+    text += f"confidence interval contains zero. The page plans {len(found)} comparisons with verdicts.\n\n"
     text += "| Claim | Verdicts |\n| --- | --- |\n"
     for claim in CLAIMS:
         if claim.pairs:
@@ -159,14 +169,14 @@ def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair]
 
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the section of a claim, with its verdicts among all that were found."""
-    text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* Setting: {claim.setting}.\n"
-    text += f"* Settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
-    text += f"* Tried: {claim.tried}.\n" if claim.tried else ""
+    text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* {claim.setting}\n"
+    text += f"* The settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
+    text += f"* {claim.note}\n" if claim.note else ""
     text += "\n"
     if not ran(claim, lines):
-        return text + "Not run yet.\n"
+        return text + "This sweep has not run yet.\n"
     if claim.pairs or claim.beside:
-        text += "| better, says the paper | number | than | number | measure | gain | p | verdict |\n"
+        text += "| better according to the paper | number | compared with | number | measure | gain | p | verdict |\n"
         text += 8 * "| --- " + "|\n"
     for pair in (*claim.pairs, *claim.beside):
         a, b = both(claim, pair, lines)
@@ -182,7 +192,7 @@ def judged(compared: Compared | None, verdict: str | None, comparisons: int) -> 
         return ["-", "-", verdict or "-"]
     p = "< 0.001" if compared.p < 0.001 else f"{compared.p:.3f}"
     if verdict == "not seen":
-        verdict += f" (from {compared.visible(LEVEL / comparisons):.2g} on)"
+        verdict += f" (detectable: {compared.visible(LEVEL / comparisons):.2g})"
     return [f"{compared.gain:+.2f} ± {compared.width(0.05):.2f}", p, verdict or "-"]
 
 
