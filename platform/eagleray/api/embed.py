@@ -29,13 +29,13 @@ def embed(
     """Write the features of every sample of a data set to Parquet files, in the order of the index, and return the
     folder of these files. After an interruption, repeat the call to continue.
 
-    `backbone` is a run, a checkpoint, an export, `timm:NAME`, or a file of tensors, if `architecture` is the timm name
-    of its network. `data` is a folder, a pattern or an s3:// URL of shards, or a folder of images. `out` is the folder
-    or s3:// URL for the files, by default one in `embeddings/` beside the shards. `features` is the type of features:
-    `pooled`, `last4` or `avgpool`. `embed` resizes the short side of each image to `resize` pixels, then crops the
-    central square of `size` pixels. By default `resize` and `size` are those of the backbone's own evaluation.
-    `workers` is the number of parallel Ray tasks; 0 runs all work in this process. `gpus=True` gives each task a GPU.
-    `plugins` lists files and modules to load.
+    `backbone` is a run, a checkpoint, an export, `timm:NAME`, or a file of tensors. For a file of tensors,
+    `architecture` is the timm name of the network. `data` is a folder, a pattern or an s3:// URL of shards, or a folder
+    of images. `out` is the folder or s3:// URL for the files, by default one in `embeddings/` beside the shards.
+    `features` is the type of features: `pooled`, `last4` or `avgpool`. `embed` resizes the short side of each image to
+    `resize` pixels, then crops the central square of `size` pixels. By default `resize` and `size` are those of the
+    backbone's own evaluation. `workers` is the number of parallel Ray tasks; 0 runs all work in this process.
+    `gpus=True` gives each task a GPU. `plugins` lists files and modules to load.
 
     Raises UserError if an argument is wrong, or if `out` has features of a different backbone or of different images.
     Raises Outage if a store does not answer.

@@ -70,14 +70,15 @@ def evaluate(
 ) -> Scores:
     """Evaluate a backbone with one or several protocols, and return the scores by name.
 
-    `backbone` is a run, a checkpoint, `timm:NAME`, `untrained:NAME`, or a file of tensors, if `architecture` is the
-    timm name of its network. `train` is the labelled training data, and `test` is the test data. Without `test`, a
-    tenth of `train` is held out. Some protocols read `coco`, `masks`, `davis` or `suite` instead, which are folders or
-    s3:// URLs. With `untrained=True`, `evaluate` also evaluates an untrained backbone of the same architecture.
-    `workers` is the number of Ray workers that share the work; 0 runs all work in this process. `gpus=True` gives each
-    worker a GPU. Further keyword arguments are settings of all protocols, such as `k=10`, or of one protocol, such as
-    `**{"linear.epochs": 10}`. `plugins` lists files and modules to load, such as one that defines the run's method.
-    `evaluate` stores all results in results.json in the folder `out`. By default `out` is the run's folder.
+    `backbone` is a run, a checkpoint, `timm:NAME`, `untrained:NAME`, or a file of tensors. For a file of tensors,
+    `architecture` is the timm name of the network. `train` is the labelled training data, and `test` is the test data.
+    Without `test`, a tenth of `train` is held out. Some protocols instead read the folders or s3:// URLs `coco`,
+    `masks`, `davis` or `suite`. With `untrained=True`, `evaluate` also evaluates an untrained backbone of the same
+    architecture. `workers` is the number of Ray workers that share the work; 0 runs all work in this process.
+    `gpus=True` gives each worker a GPU. Further keyword arguments are settings of all protocols, such as `k=10`, or of
+    one protocol, such as `**{"linear.epochs": 10}`. `plugins` lists files and modules to load, such as one that defines
+    the run's method. `evaluate` stores all results in results.json in the folder `out`. By default `out` is the run's
+    folder.
 
     Raises UserError if the backbone, the data or a setting is wrong. If some protocols cannot be run, `evaluate`
     finishes the others and then raises Refused, a subclass of UserError.

@@ -25,8 +25,8 @@ def load(
     """Load a backbone as a PyTorch module, in evaluation mode on the CPU.
 
     `source` is a `Run`, a run's folder or s3:// URL, a checkpoint, an exported backbone.safetensors or its folder,
-    `timm:NAME`, or a file of tensors, if `architecture` is the timm name of its network. The attribute `model` of the
-    returned module is the timm network.
+    `timm:NAME`, or a file of tensors. For a file of tensors, `architecture` is the timm name of the network. The
+    attribute `model` of the returned module is the timm network.
 
     Raises UserError if `source` contains no backbone that can be loaded.
 

@@ -27,11 +27,13 @@ class Kind(StrEnum):
 def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     words: Annotated[
-        list[str] | None, typer.Argument(help="Only entries with all of these words.", metavar="[WORD]...")
+        list[str] | None, typer.Argument(help="List only entries with all of these words.", metavar="[WORD]...")
     ] = None,
-    method: Annotated[str, typer.Option(help="Only recipes of this method, such as esvit.")] = "",
-    backbone: Annotated[str, typer.Option(help="Only recipes with this in the backbone's name, such as swin.")] = "",
-    data: Annotated[str, typer.Option(help="Only recipes for this data, such as in1k.")] = "",
+    method: Annotated[str, typer.Option(help="List only recipes of this method, such as esvit.")] = "",
+    backbone: Annotated[
+        str, typer.Option(help="List only recipes whose backbone's name contains this text, such as swin.")
+    ] = "",
+    data: Annotated[str, typer.Option(help="List only recipes for this data set, such as in1k.")] = "",
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:

@@ -49,15 +49,21 @@ def embed(
     features: Annotated[str, typer.Option(help="Type of features: pooled, last4 or avgpool.")] = "pooled",
     size: Annotated[
         int | None,
-        typer.Option(help="Pixels of the centre crop. By default as in the backbone's evaluation.", min=1),
+        typer.Option(help="Size of the centre crop in pixels. By default that of the backbone's evaluation.", min=1),
     ] = None,
     resize: Annotated[
-        int | None, typer.Option(help="Pixels of the short side before the crop; default as for --size.", min=1)
+        int | None,
+        typer.Option(
+            help="Short side of the image in pixels before the crop. By default that of the backbone's evaluation.",
+            min=1,
+        ),
     ] = None,
     architecture: Annotated[
-        str | None, typer.Option(help="Only for a file of tensors: timm name of its architecture.")
+        str | None, typer.Option(help="Only for a file of tensors: the timm name of its architecture.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Ray tasks at once. 0: no Ray, this process.", min=0)] = 0,
+    workers: Annotated[
+        int, typer.Option(help="Number of parallel Ray tasks; 0 runs in this process, without Ray.", min=0)
+    ] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray tasks a GPU.")] = False,
     plugin: Plugins = None,
 ) -> None:
@@ -86,11 +92,14 @@ def measure(
         str | None,
         typer.Option(
             help="What to measure, separated by commas: size, bytes_per_pixel, luma, sharpness, entropy, colour, "
-            "phash; or json.NAME, a field of the JSON beside each image. By default all but json.NAME."
+            "phash; or json.NAME, a field of the JSON file beside each image. By default all except json.NAME."
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Ray tasks at once; by default one per CPU. 0: no Ray, this process.", min=0)
+        int | None,
+        typer.Option(
+            help="Number of parallel Ray tasks, by default one per CPU; 0 runs in this process, without Ray.", min=0
+        ),
     ] = None,
 ) -> None:
     """Measure size, brightness, sharpness and more of every image, as columns for data.train.where. After an
@@ -100,34 +109,42 @@ def measure(
 
 def cluster(
     features: Annotated[str, typer.Argument(help="The folder that eagleray embed has written.")],
-    data: Annotated[str, typer.Argument(help="The embedded data set.", metavar="SHARDS")],
+    data: Annotated[str, typer.Argument(help="The data set whose features FEATURES holds.", metavar="SHARDS")],
     out: Out = None,
     clusters: Annotated[
         str,
         typer.Option(
-            help="Numbers of clusters on each level, from the lowest up, such as 10000,1000,100. By default one per "
-            "thousand images, and on each further level a tenth of the level below."
+            help="Number of clusters on each level, lowest level first, such as 10000,1000,100. By default the "
+            "lowest level has one cluster per thousand images, and each higher level a tenth of the level "
+            "below."
         ),
     ] = "",
-    similar: Annotated[float, typer.Option(help="Least cosine similarity of near copies in a cluster.")] = 0.95,
+    similar: Annotated[
+        float, typer.Option(help="Two images of a cluster are near copies if their cosine similarity is at least this.")
+    ] = 0.95,
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Most bits, of 63, in which the perceptual hashes (from eagleray data measure) of near copies may "
-            "differ, such as 18. By default hashes are not compared.",
+            help="Largest number of bits, of 63, in which the perceptual hashes of near copies may differ, such as "
+            "18. The hashes come from eagleray data measure. By default hashes are not compared.",
             min=0,
             max=63,
         ),
     ] = None,
     keep: Annotated[
-        float, typer.Option(help="Share of the images that the column balance spreads evenly over clusters.")
+        float,
+        typer.Option(
+            help="Share of the images that the sampling weights in the column balance select, evenly from all clusters."
+        ),
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Seed of the first centres.", min=0)] = 0,
-    workers: Annotated[int, typer.Option(help="Ray processes that share the work. 0: no Ray.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the initial cluster centres.", min=0)] = 0,
+    workers: Annotated[
+        int, typer.Option(help="Number of Ray processes that share the work; 0 runs without Ray.", min=0)
+    ] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
 ) -> None:
     """Find the clusters and near copies in a data set from its features, and write columns for data.train.where and
-    weight."""
+    data.train.weight."""
     show(
         eagleray.find_clusters(
             features,
@@ -152,13 +169,16 @@ def numbers(text: str) -> list[int]:
 
 def data_map(
     data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
-    destination: Annotated[Path, typer.Option("--out", help="The HTML file.")] = Path("data.html"),
+    destination: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("data.html"),
     features: Annotated[
-        str | None, typer.Option(help="Folder of an embedding. By default one beside the shards.")
+        str | None,
+        typer.Option(help="The folder that eagleray embed has written, by default the one beside the shards."),
     ] = None,
-    where: Annotated[str, typer.Option(help="Show the images that an expression like data.train.where keeps.")] = "",
+    where: Annotated[
+        str, typer.Option(help="SQL expression, as for data.train.where; the page shows the images that it selects.")
+    ] = "",
     columns: WhereColumns = "",
 ) -> None:
-    """Write a page that shows the images of a data set: a map, clusters, near copies, extremes of every column."""
+    """Write an HTML page about the images of a data set: a map, clusters, near copies, extremes of each column."""
     written = eagleray.data_map(data, destination, features=features, where=where, columns=columns)
     console.print(str(written), markup=False, soft_wrap=True)

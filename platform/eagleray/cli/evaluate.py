@@ -30,7 +30,9 @@ class Format(StrEnum):
 
 Folder = Annotated[
     str | None,
-    typer.Option("--out", help="Folder for results.json and pictures. By default the run's or evaluations/NAME."),
+    typer.Option(
+        "--out", help="Folder for results.json and pictures. By default the run's folder, or evaluations/NAME."
+    ),
 ]
 Suite = Annotated[
     str | None,
@@ -38,7 +40,7 @@ Suite = Annotated[
 ]
 Architecture = Annotated[
     str | None,
-    typer.Option(help="Only for a file of tensors: timm name of its architecture, such as vit_small_patch16_224."),
+    typer.Option(help="Only for a file of tensors: the timm name of its architecture, such as vit_small_patch16_224."),
 ]
 
 
@@ -58,28 +60,37 @@ def evaluate(
             callback=first,
         ),
     ],
-    train: Annotated[str | None, typer.Option(help="Shards to learn from. kNN and the probes need labels.")] = None,
-    test: Annotated[str | None, typer.Option(help="Shards to test on. By default a tenth of --train.")] = None,
+    train: Annotated[str | None, typer.Option(help="Training data. kNN and the probes need labels.")] = None,
+    test: Annotated[str | None, typer.Option(help="Test data. By default a tenth of --train.")] = None,
     protocol: Annotated[
-        str, typer.Option(help="Names shown by `eagleray list protocols`, separated by commas.")
+        str, typer.Option(help="Protocols, separated by commas: names shown by `eagleray list protocols`.")
     ] = "knn,linear",
     coco: Annotated[str | None, typer.Option(help="Folder or s3:// URL in COCO's layout, for detection.")] = None,
-    masks: Annotated[str | None, typer.Option(help="Folder or s3:// URL of images with masks.")] = None,
+    masks: Annotated[
+        str | None, typer.Option(help="Folder or s3:// URL of images with masks, for segmentation.")
+    ] = None,
     davis: Annotated[str | None, typer.Option(help="Folder or s3:// URL in DAVIS's layout, for davis.")] = None,
     suite: Suite = None,
     architecture: Architecture = None,
     untrained: Annotated[
-        bool, typer.Option("--untrained", help="Evaluate the same architecture without training too, for comparison.")
+        bool, typer.Option("--untrained", help="For comparison, also evaluate the architecture with random weights.")
     ] = False,
     workers: Annotated[
         int,
-        typer.Option(help="Ray workers that share the work of most protocols. 0: no Ray, this process.", min=0),
+        typer.Option(
+            help="Number of Ray workers that share the work of most protocols; 0 runs in this process, without Ray.",
+            min=0,
+        ),
     ] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray workers a GPU.")] = False,
     plugin: Plugins = None,
     form: Annotated[
         Format,
-        typer.Option("--format", help="Format: a line for each protocol, or a table with all numbers and settings."),
+        typer.Option(
+            "--format",
+            help="Output format. text prints a line for each protocol; the others print a table with all numbers and "
+            "settings.",
+        ),
     ] = (Format.text),
     folder: Folder = None,
     as_json: Json = False,

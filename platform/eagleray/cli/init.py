@@ -48,25 +48,30 @@ def register(app: typer.Typer) -> None:
 
 def init(
     data: Annotated[
-        str, typer.Argument(help="Shards, or a folder of images, of which some hundreds are examined.")
+        str, typer.Argument(help="Shards or a folder of images. `init` examines some hundred of the images.")
     ] = "",
     images: Annotated[int, typer.Option(help="Number of images, if DATA is not given.", min=0)] = 0,
     size: Annotated[
-        int | None, typer.Option(help="Short side of the images in pixels. By default that of DATA, else 224.", min=16)
+        int | None,
+        typer.Option(
+            help="Short side of the images in pixels. By default that of the images in DATA, or 224 without DATA.",
+            min=16,
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs; 0 for the CPU. By default those of this machine.", min=0)
+        int | None,
+        typer.Option(help="Number of GPUs; 0 trains on the CPU. By default all GPUs of this machine.", min=0),
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(help="Kind of GPU, such as l4 or h100, to forecast hours for. May be repeated."),
+        typer.Option(help="Kind of GPU for which to forecast the hours, such as l4 or h100. May be repeated."),
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a GPU for an hour, in any currency.", min=0)] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one GPU per hour, in any currency.", min=0)] = None,
     method: Annotated[str, typer.Option(help="Method: a name shown by `eagleray list methods`.")] = "dino",
     file: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("my_recipe.yaml"),
 ) -> None:
-    """Examine your images and write a recipe for them. Image sizes set crops and patches; the number of images sets
-    batch and epochs. `init` also prints its reasons and the hours that training takes."""
+    """Examine your images and write a recipe for them. The sizes of the images determine crops and patches; their
+    number determines batch size and epochs. `init` also prints its reasons and the hours that training takes."""
     check_local("--out", file)
     check_names(data, file)
     with writing(f"--out {file}"):

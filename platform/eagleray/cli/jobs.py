@@ -19,7 +19,8 @@ from eagleray.cli.options import Insist, MaxHours, Plugins, complete_recipe
 Address = Annotated[
     str | None,
     typer.Option(
-        help="Dashboard of the cluster, such as http://head:8265. By default RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
+        help="URL of the cluster's dashboard, such as http://head:8265. By default RAY_API_SERVER_ADDRESS or "
+        "RAY_ADDRESS."
     ),
 ]
 Id = Annotated[str, typer.Argument(help="Id of the run, as `eagleray jobs` shows it.", metavar="ID")]
@@ -52,22 +53,22 @@ def submit(
     plugin: Plugins = None,
     address: Address = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of workers, one GPU each. Short for workers=N gpus=true.", min=1)
+        int | None, typer.Option(help="Number of workers with one GPU each, the same as workers=N gpus=true.", min=1)
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Kind of GPU in the cluster, such as h100, to plan the run for."),
+        typer.Option(help="Kind of GPU in the cluster, such as h100, for the plan of the run."),
     ] = None,
     max_hours: MaxHours = None,
     insist: Insist = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Print the log until the run ends, and exit with its status.")
+        bool, typer.Option("--follow", help="Print the log until the run ends, and exit with the run's status.")
     ] = False,
 ) -> None:
-    """Submit a run or another long command to a Ray cluster, where it goes on without this machine. Submit an
+    """Submit a run or another long command to a Ray cluster, where it runs without this machine. Submit an
     interrupted run again to continue it.
 
-    The cluster must reach out= and data.train=: use s3:// URLs or absolute paths that all nodes share."""
+    The cluster must have access to out= and data.train=: use s3:// URLs or absolute paths that all nodes share."""
     from eagleray.api.job_commands import COMMANDS
 
     command = name if name in COMMANDS else "pretrain"
@@ -112,12 +113,12 @@ def parse(command: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
 def jobs(
     address: Address = None,
     mine: Annotated[
-        bool, typer.Option("--mine", help="Only jobs that were submitted by you, or by the name in EAGLERAY_USER.")
+        bool, typer.Option("--mine", help="List only your jobs, or those of the user in EAGLERAY_USER.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
 ) -> None:
     """List the runs and other commands that were submitted to a cluster, with their users, states, exit statuses and
-    reasons to wait."""
+    reasons for waiting."""
     runs = [job for job in eagleray.jobs(address) if not mine or job.user == user()]
     if as_json:
         print(json.dumps([{k: v for k, v in asdict(j).items() if k not in ("address", "digest")} for j in runs]))
@@ -141,7 +142,7 @@ def logs(
     job: Id,
     address: Address = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on printing until the run ends, and exit with its status.")
+        bool, typer.Option("--follow", help="Keep printing until the run ends, and exit with the run's status.")
     ] = False,
 ) -> None:
     """Print the log of a submitted run."""

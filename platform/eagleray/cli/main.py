@@ -87,7 +87,7 @@ def shard(
         ),
     ],
     destination: Annotated[str, typer.Argument(help="Folder or s3:// URL that the shards are written to.")],
-    size: Annotated[int, typer.Option(help="Size of a shard, in MiB of images.", min=1)] = 128,
+    size: Annotated[int, typer.Option(help="Size of each shard, in MiB of images.", min=1)] = 128,
 ) -> None:
     """Write images as shards with an index, like `prepare folder` or `prepare parquet` with --workers 0."""
     kind = "parquet" if folder.startswith("hf://") or folder.lower().endswith(".parquet") else "folder"
@@ -104,9 +104,11 @@ def index(
         ),
     ],
     image: Annotated[
-        str | None, typer.Option(help="Only Parquet: column of the images, if several columns hold images.")
+        str | None, typer.Option(help="Only Parquet: column of the images. Needed if several columns hold images.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Only Parquet: column of the classes, or the word none.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Only Parquet: column of the classes, or none for data without classes.")
+    ] = None,
 ) -> None:
     """Write the index of WebDataset tars, Parquet files or a folder of images, and replace an existing index."""
     for folder in eagleray.index(url, image=image, label=label):
@@ -130,34 +132,36 @@ def prepare(
     destination: Annotated[
         str, typer.Argument(help="Folder or s3:// URL that the shards are written to.", metavar="DST")
     ],
-    split: Annotated[
-        str, typer.Option(help="Split to read, such as val. By default the first one, which is for training.")
-    ] = "",
-    size: Annotated[int, typer.Option(help="Size of a shard, in MiB of source files.", min=1)] = 128,
+    split: Annotated[str, typer.Option(help="Split to read, such as val. By default the training split.")] = "",
+    size: Annotated[int, typer.Option(help="Size of each shard, in MiB of source files.", min=1)] = 128,
     max_side: MaxSide = 0,
     min_side: Annotated[
-        int, typer.Option(help="Images with a shorter side below this many pixels are left out. 0: none.", min=0)
+        int, typer.Option(help="Leave out images whose shorter side has fewer pixels than this. 0: none.", min=0)
     ] = 0,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Leave out images whose file is the same, byte for byte, as an earlier one.")
+        bool, typer.Option("--dedup", help="Leave out images whose file is byte for byte the same as an earlier file.")
     ] = False,
     channels: ImageChannels = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the order in which the samples are written.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the order of the samples.", min=0)] = 0,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Ray tasks that run at the same time; by default one per CPU. 0: this process, without Ray.", min=0
+            help="Number of parallel Ray tasks, by default one per CPU; 0 runs in this process, without Ray.", min=0
         ),
     ] = None,
     labels: Annotated[
         str,
-        typer.Option(help="Only imagenet-1k, -100 and -10 with --split val: the devkit, or LOC_val_solution.csv."),
+        typer.Option(
+            help="Only imagenet-1k, imagenet-100 and imagenet-10 with --split val: the devkit, or LOC_val_solution.csv."
+        ),
     ] = "",
     images: Annotated[
         str,
-        typer.Option(help="Only openimages: folder of the image files. By default they come from the public bucket."),
+        typer.Option(help="Only openimages: folder of the image files. By default from the public bucket."),
     ] = "",
-    column: Annotated[str, typer.Option(help="Only parquet: column of the images, if several hold images.")] = "",
+    column: Annotated[
+        str, typer.Option(help="Only parquet: column of the images. Needed if several columns hold images.")
+    ] = "",
     where: Annotated[str, typer.Option(help="Only webdataset: SQL expression that is true for samples to keep.")] = "",
     columns: WhereColumns = "",
     plugin: Plugins = None,
@@ -197,13 +201,16 @@ def stats(
     ],
     folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder that contact.png and sizes.png are written to. By default stats/NAME."),
+        typer.Option("--out", help="Folder for contact.png and sizes.png. By default stats/NAME."),
     ] = None,
     channels: Annotated[
-        bool, typer.Option("--channels", help="Only print mean and deviation of each channel, as lines of a recipe.")
+        bool,
+        typer.Option(
+            "--channels", help="Print only the channels' means and standard deviations, as lines of a recipe."
+        ),
     ] = False,
 ) -> None:
-    """Print how many images, classes and formats a set of shards has; draw a contact sheet and the image sizes."""
+    """Print the numbers of images, classes and formats in shards; draw a contact sheet and the image sizes."""
     from eagleray.datasets import card, contact_sheet
     from eagleray.datasets.describe import describe
     from eagleray.storage.store import absolute
@@ -237,7 +244,7 @@ def bench_(
         str,
         typer.Argument(help="Shards: a folder, a glob or a brace pattern such as s3://bucket/train-{000..127}.tar."),
     ],
-    seconds: Annotated[float, typer.Option(help="Seconds for which each stage is measured.", min=0.1)] = 3,
+    seconds: Annotated[float, typer.Option(help="Duration of the measurement of each stage, in seconds.", min=0.1)] = 3,
     as_json: Json = False,
 ) -> None:
     """Measure how fast this machine fetches, decodes and crops the images, and say which stage limits training."""
@@ -283,21 +290,20 @@ class Library(StrEnum):
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(
-            help="A checkpoint file, or the folder or s3:// URL of a run, whose newest checkpoint is exported."
-        ),
+        typer.Argument(help="A checkpoint file, or the folder or s3:// URL of a run to export its newest checkpoint."),
     ],
     to: Annotated[Library, typer.Option(help="Library that will load the backbone.")] = Library.timm,
     destination: Annotated[
         Path | None,
-        typer.Option(help="Folder to write to. By default export/, or export/LIBRARY, in the folder of the run."),
+        typer.Option(help="Folder for the files. By default export/ or export/LIBRARY in the run's folder."),
     ] = None,
     what: Annotated[
         str | None,
-        typer.Option(help="Encoder of the method, such as student. By default the one that the run evaluates."),
+        typer.Option(help="Encoder to export, such as student. By default the one that the run evaluates."),
     ] = None,
     heads: Annotated[
-        bool, typer.Option("--heads", help="Also write heads, centres and queues, for start.from of another run.")
+        bool,
+        typer.Option("--heads", help="Also write heads, centres and queues, for another run's start.from."),
     ] = False,
     plugin: Plugins = None,
 ) -> None:

@@ -43,27 +43,39 @@ Plugins = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Insist = Annotated[bool, typer.Option("--insist", help="Start even a run that, by its plan, does not fit into memory.")]
+Insist = Annotated[
+    bool, typer.Option("--insist", help="Start the run even if its plan says that it does not fit into memory.")
+]
 MaxHours = Annotated[
     float | None,
     typer.Option(
-        help="Hours after which the run saves and stops with exit status 124. Waiting for machines counts too.", min=0
+        help="Hours after which the run saves a checkpoint and stops with exit status 124. Time spent waiting "
+        "for machines counts.",
+        min=0,
     ),
 ]
 Profile = Annotated[
     str | None,
     typer.Option(
-        help="Steps to profile, such as 10..12. out/profile gets a trace and a table of the ten slowest operations.",
+        help="Steps to profile, such as 10..12. The folder out/profile gets a trace and a table of the ten "
+        "slowest operations.",
         metavar="STEP..STEP",
     ),
 ]
 WhereColumns = Annotated[
-    str, typer.Option(help="Only with --where: a Parquet or CSV file of columns that the expression may name.")
+    str, typer.Option(help="Only with --where: a Parquet or CSV file whose columns the expression may use.")
 ]
 MaxSide = Annotated[
     int,
-    typer.Option(help="Images with a longer side above this many pixels are shrunk and become JPEGs. 0: none.", min=0),
+    typer.Option(
+        help="Longest side in pixels: larger images are shrunk to it and stored as JPEGs. 0: no limit.", min=0
+    ),
 ]
 ImageChannels = Annotated[
-    int, typer.Option(help="Number of channels of images that are not RGB; others are left out. 0: photographs.", min=0)
+    int,
+    typer.Option(
+        help="Number of channels of images that are not RGB; images with a different number are left out. 0: the "
+        "images are RGB.",
+        min=0,
+    ),
 ]

@@ -35,30 +35,36 @@ def plan(
         typer.Option(help="Kind of GPU, such as h100, a100-80, l4 or t4. By default the device of this machine."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of workers, one GPU each. Short for workers=N.", min=1)
+        int | None, typer.Option(help="Number of workers with one GPU each, the same as workers=N.", min=1)
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a GPU for an hour, in any currency.", min=0)] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one GPU per hour, in any currency.", min=0)] = None,
     images: Annotated[
-        int | None, typer.Option(help="Number of training images, if neither data.train nor the name tells it.", min=1)
+        int | None,
+        typer.Option(
+            help="Number of training images. Needed if neither data.train nor the recipe's name determines it.", min=1
+        ),
     ] = None,
     cpus: Annotated[
-        int | None, typer.Option(help="CPU cores of each GPU, on which loader processes decode and crop.", min=1)
+        int | None,
+        typer.Option(help="Number of CPU cores per GPU for the loader processes, which decode and crop.", min=1),
     ] = None,
     input_rate: Annotated[
         float | None,
         typer.Option(
-            help="Images per second that one loader process decodes and crops. By default measured here.", min=0.1
+            help="Images per second that one loader process decodes and crops. By default measured on this machine.",
+            min=0.1,
         ),
     ] = None,
     store_rate: Annotated[
-        float | None, typer.Option(help="Megabytes per second that the store delivers to the whole run.", min=0.1)
+        float | None,
+        typer.Option(help="Megabytes per second that the object store delivers to the whole run.", min=0.1),
     ] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Forecast whether a run fits into memory, how fast it will be, what limits its speed and what it costs.
 
-    Nothing is trained: Eagleray traces a step of the recipe without computing it, in seconds on any machine."""
+    Eagleray traces one step of the recipe without computing it, which takes seconds on any machine."""
     from eagleray.cli.early import check_plan
 
     with silence(as_json), garbage_kept():

@@ -24,25 +24,35 @@ def register(app: typer.Typer) -> None:
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(help="Folder or s3:// URL of a run or of a sweep. Several runs are compared on one page."),
+        typer.Argument(help="Folders or s3:// URLs of runs or sweeps. The page compares several runs."),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write. By default report.html in the run's folder, or here for several runs."),
+        typer.Option(
+            help="HTML file to write. By default report.html in the run's folder, or in the working folder for "
+            "several runs."
+        ),
     ] = None,
 ) -> None:
-    """Write one HTML page about a run, a sweep, or several runs compared."""
+    """Write one HTML page about a run or a sweep, or one that compares several runs."""
     for place in eagleray.report(runs, out):
         console.print(place, markup=False)
 
 
 def runs(
-    folder: Annotated[str, typer.Argument(help="Folder or s3:// URL with runs in it, at any of four levels.")] = ".",
+    folder: Annotated[
+        str, typer.Argument(help="Folder or s3:// URL that contains runs, at most four levels deep.")
+    ] = ".",
     metric: Annotated[
         str,
-        typer.Option(help="Metric to show, by its key in metrics.jsonl. By default knn/top1, or the loss without it."),
+        typer.Option(
+            help="Metric to show, by its key in metrics.jsonl. By default knn/top1, or the loss of runs without "
+            "knn/top1."
+        ),
     ] = "",
-    best: Annotated[str, typer.Option(help="Metric to show instead, such as knn, with the best run first.")] = "",
+    best: Annotated[
+        str, typer.Option(help="Metric to show and to sort by, such as knn, with the best run first.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder: state, steps, and the best and newest value of a metric such as kNN accuracy."""
@@ -73,7 +83,7 @@ def losses_of(folder: str) -> dict[str, Any]:
 
 
 def track(run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.")]) -> None:
-    """Send MLflow what it lacks of a run that has ended or was stopped, for example after an outage."""
+    """Send MLflow the missing data about a run that has ended or was stopped, for example after an outage."""
     from eagleray.api import track as api
 
     console.print(api.track(run), markup=False, soft_wrap=True)
@@ -81,9 +91,9 @@ def track(run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.
 
 def watch(
     run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run or of a sweep.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine; 0 takes any that is free.")] = 8787,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine; 0 takes any free port.")] = 8787,
 ) -> None:
-    """Serve the page about a run or a sweep to browsers on this machine, and redraw it every ten seconds."""
+    """Serve the page about a run or a sweep to browsers on this machine, and update it every ten seconds."""
     with eagleray.watch(run, port) as page:
         console.print(f"{page.url} shows {run} until Ctrl-C", markup=False)
         with contextlib.suppress(KeyboardInterrupt):

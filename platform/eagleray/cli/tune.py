@@ -37,14 +37,14 @@ def tune(
         int | None,
         typer.Option(
             "--max-concurrent",
-            help="Maximum number of trials at the same time. By default as many as fit on the cluster.",
+            help="Maximum number of parallel trials. By default as many as fit on the cluster.",
             min=1,
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a sweep that was interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted sweep.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Search for the best settings of a recipe: many trials, a table, plots, and the best recipe as a file.
+    """Search for the best settings of a recipe with many trials, and write a table, plots and the best recipe.
 
     Most sweeps set data.train=SHARDS, data.test=SHARDS and out=FOLDER."""
     with silence(as_json):

@@ -101,9 +101,9 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def monitored_backbone(self) -> Backbone:
-        """Return the backbone, part of an `Encoder`, whose features of training images the monitor reads.
+        """Return the backbone whose features of training images the monitor reads. It must be part of an `Encoder`.
 
-        The exported backbone is a different one if it never sees training images, like an average of the weights."""
+        Override this method if the exported backbone never sees training images, like an average of the weights."""
         return self.export()
 
 

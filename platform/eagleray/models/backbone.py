@@ -49,8 +49,8 @@ class Features(NamedTuple):
 class Backbone(nn.Module):
     """A timm model without its classifier, with the changes of a recipe's `backbone` section.
 
-    In shapes, B is the number of images and D of channels. Raises UserError for a name or an option unknown to timm,
-    and for arguments that exclude each other."""
+    In shapes, B is the number of images and D the number of channels. Raises UserError for a name or an option unknown
+    to timm, and for arguments that exclude each other."""
 
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward while training; None: all
@@ -128,8 +128,8 @@ class Backbone(nn.Module):
 
     @property
     def at_once(self) -> int | None:
-        """Return the number of images in one forward pass of a training step, even while `start.freeze` keeps the
-        weights. None means all images of the batch; outside of training, the number is always None."""
+        """Return the number of images in one forward pass of a training step, also while `start.freeze` freezes the
+        weights. None means all images of the batch. Outside of training, `at_once` is always None."""
         return self.micro_batch if self.training or self.held else None
 
     def _joins(self, views: Sequence[Tensor]) -> bool:
@@ -152,9 +152,9 @@ class Backbone(nn.Module):
         return [self.model.forward_head(out, pre_logits=True) for out in self._run(images, pooled=True)]
 
     def visible(self, images: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pooled vectors (B, D) and all tokens (B, P + n, D) of images (B, 3, S, S), if the blocks process
-        only the n patches at the positions `kept` (B, n), counted row by row. P is the number of prefix tokens, such as
-        the class token. Only backbones for which `tokens.drops_patches` is true support `visible`."""
+        """Return the pooled vectors (B, D) and all tokens (B, P + n, D) of images (B, 3, S, S). The blocks process only
+        n patches of each image, whose positions are `kept` (B, n), counted row by row. P is the number of prefix
+        tokens, such as the class token. Only backbones for which `tokens.drops_patches` is true support `visible`."""
         pooled, tokens = micro_batched(self._visible, images, self.at_once, kept)
         return pooled, tokens
 
@@ -214,9 +214,9 @@ class Backbone(nn.Module):
     def grids(self, images: Tensor, parts: Parts = "last") -> tuple[Tensor, list[Tensor]]:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), and their tokens (B, D, h, w) after every part.
 
-        `parts` selects all stages, all blocks or the last one. The last tokens of a pyramid come before its final norm,
-        those of a ViT after it. Raises UserError for a model without stages or blocks, and for a pyramid whose blocks
-        return tokens without their grid."""
+        `parts` selects all stages, all blocks or the last one. A ViT's last tokens have passed the final norm; a
+        pyramid's last tokens have not. Raises UserError for a model without stages or blocks, and for a pyramid whose
+        blocks return tokens without their grid."""
         pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, self.at_once)
         return pooled, grids
 
@@ -235,8 +235,8 @@ class Backbone(nn.Module):
         return out.pooled, *(x.permute(0, 3, 1, 2) if last else x for x in seen)
 
     def pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean tokens (B, D) of every stage for images (B, 3, H, W). Those of the last stage are the pooled
-        vectors. Raises UserError for the same models as `grids`."""
+        """Return the mean token (B, D) of every stage for images (B, 3, H, W). For the last stage, this is the pooled
+        vector. Raises UserError for the same models as `grids`."""
         out: tuple[Tensor, ...] = micro_batched(self._pooled_stages, images, self.at_once)
         return out
 

@@ -114,8 +114,8 @@ class Forecast:
 
     @property
     def limit(self) -> str | None:
-        """Return the part that limits the speed. The exchange between ranks comes on top of the model's time, and only
-        limits the speed if it takes a tenth of a step."""
+        """Return the part that limits the speed. The exchange between ranks counts as the limit only if it takes at
+        least a tenth of a step."""
         if MODEL not in self.rates:
             return None
         slowest = min(self.rates, key=lambda part: self.rates[part])
@@ -128,12 +128,12 @@ class Forecast:
 
     @property
     def step_rate(self) -> float | None:
-        """Return the images/s of steps whose input is there."""
+        """Return the images per second of training steps that never wait for input."""
         return self._slowest(OF_STEP)
 
     @property
     def input_rate(self) -> float | None:
-        """Return the images/s that are read, decoded and cropped, as far as that is known."""
+        """Return the images per second that can be read, decoded and cropped, or None if unknown."""
         return self._slowest(OF_INPUT)
 
     def _slowest(self, parts: tuple[str, ...]) -> float | None:
