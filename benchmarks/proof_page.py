@@ -96,8 +96,8 @@ HEAD = """# Proof on real images
 This page tests claims of papers with short training runs that fit two CPU cores. Most runs take 150 to 1,200 steps on
 CIFAR-10; the papers' runs take hundreds of thousands of steps.
 
-Each comparison has two settings, which differ only in the keys that its section lists. We fixed the number of seeds
-before the first run. Verdicts use Welch's t-test at a level of 5 % for the whole page (Holm's method):
+Each comparison has two settings, which differ only in the listed keys. We fixed the number of seeds before the first
+run. Verdicts use Welch's t-test at a level of 5 % for the whole page (Holm's method):
 
 | Verdict | Meaning |
 | --- | --- |
@@ -110,9 +110,9 @@ At the strictest level of Holm's method, the test would detect a true difference
 
 Tables give means ± standard deviations over seeds, and the number of seeds in brackets. Numbers are percentages unless
 stated otherwise. The column `gain` gives the gain ± half the width of its 95 % confidence interval. `wall_seconds` is a
-setting's training time as a percentage of the other setting's time with the same seed. Both ran within the same hour on
-a shared machine. [proof.jsonl](../benchmarks/results/proof.jsonl) has the numbers of each run.
-[The log](log.md) has results of earlier settings, which differed in more keys.
+setting's training time as a percentage of the other setting's time with the same seed. Both times come from the same
+hour on a shared machine. [proof.jsonl](../benchmarks/results/proof.jsonl) has the numbers of each run. [The
+log](log.md) has results of earlier settings, which differed in more keys.
 
 `python benchmarks/proof_set.py SOURCE` prepares the images in `data/proof`. The next command continues all sweeps for
 one hour and rewrites this page; with `--programs 2`, it runs two trials in parallel:
@@ -170,7 +170,7 @@ def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair]
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the section of a claim, with its verdicts among all that were found."""
     text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* {claim.setting}\n"
-    text += f"* The settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
+    text += f"* Different keys: {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
     text += f"* {claim.note}\n" if claim.note else ""
     text += "\n"
     if not ran(claim, lines):
