@@ -165,7 +165,7 @@ CLAIMS = (  # the most worth per hour first
     Claim(
         "proof_patches",
         "Claim (SelfPatch): training each patch to agree with its neighbours improves segmentation and video "
-        "propagation. In table 5, 4 neighbours are better than 1 or 8.",
+        "propagation. In SelfPatch's table 5, 4 neighbours are better than 1 or 8.",
         "SelfPatch trains a ViT with 4 blocks for 304 steps of 64 photograph crops. A crop is 64 pixels wide (8 x 8 "
         "patches), and all neighbours lie within the crop. `davis/J&F` uses two DAVIS sequences without training "
         "crops, at 240 pixels. `segmentation/miou` is for Semantic FPN after 400 steps on CamVid's 28 training frames.",

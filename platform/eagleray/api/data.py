@@ -35,8 +35,9 @@ def index(
 ) -> list[dict[str, Any]]:
     """Rebuild the index of WebDataset tars, Parquet files or a folder of images.
 
-    Eagleray indexes data at its first use. Call `index` if the data has changed since. If several columns of Parquet
-    files may hold images or labels, `image` and `label` name the columns to read. The index stores this choice.
+    Eagleray indexes data automatically at the first use. Call `index` if you have changed the data after that. If
+    several columns of Parquet files may hold images or labels, `image` and `label` name the columns to read. The index
+    stores this choice.
 
     Returns a dictionary for every folder: the URL of the index file (`index`), the numbers of usable images (`images`)
     and of broken samples (`bad`), and the reasons why samples are left out (`left_out`, one line each). Raises

@@ -66,7 +66,8 @@ class Method(nn.Module):
         Eagleray calls `allocate` once, before it loads a checkpoint and before it moves the method to its device."""
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return scalars by name, as means over this rank's images. The optimiser minimises `loss`; the log shows all.
+        """Return a dictionary of named scalars, which are means over this rank's images. The optimiser minimises
+        `loss`; the log shows all.
 
         `batch.views` has V tensors (B, 3, S, S), and `at` is the position of the step in the run. `forward` may change
         buffers. If the gradient of the step is not finite, the training loop restores all buffers except those of a

@@ -214,9 +214,9 @@ class Backbone(nn.Module):
     def grids(self, images: Tensor, parts: Parts = "last") -> tuple[Tensor, list[Tensor]]:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), and their tokens (B, D, h, w) after every part.
 
-        `parts` selects all stages, all blocks or the last one. A ViT's last tokens have passed the final norm; a
-        pyramid's last tokens have not. Raises UserError for a model without stages or blocks, and for a pyramid whose
-        blocks return tokens without their grid."""
+        `parts` selects all stages, all blocks or the last one. A ViT's last tokens are those after its final norm; a
+        pyramid's last tokens are those before its final norm. Raises UserError for a model without stages or blocks,
+        and for a pyramid whose blocks return tokens without their grid."""
         pooled, *grids = micro_batched(lambda x: self._grids(x, parts), images, self.at_once)
         return pooled, grids
 

@@ -114,8 +114,8 @@ class Forecast:
 
     @property
     def limit(self) -> str | None:
-        """Return the part that limits the speed. The exchange between ranks counts as the limit only if it takes at
-        least a tenth of a step."""
+        """Return the part of the run that limits its speed, such as the model or the store. The exchange between ranks
+        counts as the limit only if it takes at least a tenth of a step."""
         if MODEL not in self.rates:
             return None
         slowest = min(self.rates, key=lambda part: self.rates[part])
