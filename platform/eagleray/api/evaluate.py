@@ -76,9 +76,8 @@ def evaluate(
     `masks`, `davis` or `suite`. With `untrained=True`, `evaluate` also evaluates an untrained backbone of the same
     architecture. `workers` is the number of Ray workers that share the work; 0 runs all work in this process.
     `gpus=True` gives each worker a GPU. Further keyword arguments are settings of all protocols, such as `k=10`, or of
-    one protocol, such as `**{"linear.epochs": 10}`. `plugins` lists files and modules to load, such as one that defines
-    the run's method. `evaluate` stores all results in results.json in the folder `out`. By default `out` is the run's
-    folder.
+    one protocol, such as `**{"linear.epochs": 10}`. `plugins` lists files and modules to load, such as the one of the
+    run's method. `evaluate` stores all results in results.json in the folder `out`, by default the run's.
 
     Raises UserError if the backbone, the data or a setting is wrong. If some protocols cannot be run, `evaluate`
     finishes the others and then raises Refused, a subclass of UserError.
