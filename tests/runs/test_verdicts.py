@@ -57,12 +57,12 @@ def test_chance_alone_seldom_makes_a_verdict():
 def test_each_number_is_judged_and_named():
     assert [(f.step, f.kind) for f in judge(SIGNS, 430, 52)] == [(52, "below untrained"), (52, "not above untrained")]
     [below, equal] = judge(SIGNS, 430, 52)
-    assert below.text == "kNN 5.7 % against 9.5 % (chance 3.6) of 430 images"
-    assert equal.text == "linear 13.3 % against 17.7 % (chance 4.9) of 430 images"
+    assert below.text == "kNN 5.7 % against 9.5 % (±3.6 by chance) of 430 images"
+    assert equal.text == "linear 13.3 % against 17.7 % (±4.9 by chance) of 430 images"
     assert [f.kind for f in judge(SIGNS, 4000, 52)] == ["below untrained"]
     assert verdicts(SIGNS, 4000) == [
-        "worse than untrained: kNN 5.7 % against 9.5 % (chance 1.2), linear 13.3 % against 17.7 % (chance 1.6) of "
-        "4,000 images"
+        "worse than untrained: kNN 5.7 % against 9.5 % (±1.2 by chance), linear 13.3 % against 17.7 % (±1.6 by chance) "
+        "of 4,000 images"
     ]
 
 
@@ -71,8 +71,8 @@ def test_one_number_that_is_better_is_enough_unless_the_other_is_worse():
     scores = {"knn/top1": 22.2, "knn/top1_untrained": 18.6, "linear/top1": 27.3, "linear/top1_untrained": 19.2}
     assert not list(judge(scores, 860, 9))
     assert verdicts(scores, 860) == [
-        "better than untrained: linear 27.3 % against 19.2 % (chance 4.1) of 860 images; no better than untrained: kNN "
-        "22.2 % against 18.6 % (chance 3.9) of 860 images"
+        "better than untrained: linear 27.3 % against 19.2 % (±4.1 by chance) of 860 images; no better than untrained: "
+        "kNN 22.2 % against 18.6 % (±3.9 by chance) of 860 images"
     ]
     assert [f.kind for f in judge(scores | {"knn/top1": 10.0}, 860, 9)] == ["below untrained"]
 
@@ -102,7 +102,7 @@ def test_where_nothing_can_be_better_nothing_is_found():
         (
             40.0,
             30.0,
-            "better than untrained: crops found 40.0 % against 20.0 % (chance 4.0), LiDAR 30.0 against 20.0",
+            "better than untrained: crops found 40.0 % against 20.0 % (±4.0 by chance), LiDAR 30.0 against 20.0",
             [],
         ),
         (40.0, 20.5, "better than untrained", []),
@@ -135,7 +135,7 @@ def test_a_backbone_below_the_untrained_one_is_named_everywhere(
     monkeypatch.setattr(evaluations, "untrained_scores", lambda *_: {"knn/top1": 99.0})
     out = tmp_path / "out"
     run = pretrain(*split(arguments(small, shards, out, "max_steps=2", "evaluate.probe_epochs=0")))
-    said = f"kNN {run.summary['knn/top1']:.1f} % against 99.0 % (chance "
+    said = f"kNN {run.summary['knn/top1']:.1f} % against 99.0 % (±"
     [found] = read_lines(out / layout.HEALTH)
     assert (found["step"], found["kind"]) == (2, "below untrained")
     assert found["text"].startswith(said)
@@ -165,7 +165,7 @@ def test_a_better_backbone_is_said_to_be_and_nothing_is_found(
     monkeypatch.setattr(evaluations.Probed, "scores", lambda *_, **__: {"knn/top1": 30.0})
     out = tmp_path / "out"
     run = pretrain(*split(arguments(small, shards, out, "max_steps=2", "evaluate.probe_epochs=0")))
-    assert run.summary["verdict"] == ["better than untrained: kNN 30.0 % against 0.0 % (chance 10.2) of 80 images"]
+    assert run.summary["verdict"] == ["better than untrained: kNN 30.0 % against 0.0 % (±10.2 by chance) of 80 images"]
     assert run.findings() == []
     assert "health: no findings; checked: non-finite (2 steps)" in capsys.readouterr().out
 
@@ -191,7 +191,7 @@ def test_a_run_without_labels_shows_its_evidence(
     assert said in console
     assert "kNN dip (no labels)" in console
     assert f"LiDAR {run.summary['crops/lidar']:.1f}, untrained {run.summary['crops/lidar_untrained']:.1f} (" in console
-    assert f"crops found {both[0]:.1f} % against {both[1]:.1f} % (chance " in run.summary["verdict"][0]
+    assert f"crops found {both[0]:.1f} % against {both[1]:.1f} % (±" in run.summary["verdict"][0]
     test = pretrain(str(small), [*keys, f"data.test={flat}"], out=tmp_path / "test")
     assert "(64 test images" in (tmp_path / "test" / layout.LOG).read_text()
     assert test.summary["crops/found"] == both[0]

@@ -89,7 +89,7 @@ def sentence(target: str, comparisons: Sequence[Comparison], images: int) -> str
 
 def listed(comparisons: Sequence[Comparison], images: int) -> str:
     """Return the numbers, each with the difference that chance may make."""
-    numbers = ", ".join(f"{c} (chance {c.noise:.1f})" for c in comparisons)
+    numbers = ", ".join(f"{c} (±{c.noise:.1f} by chance)" for c in comparisons)
     return f"{numbers} of {images:,} images"
 
 
