@@ -36,6 +36,11 @@ METHODS = {
         "prototypes: 64, patch_prototypes: 32, hidden: 32, bottleneck: 16, patch_bottleneck: 8, freeze_last: 0.1, "
         "koleo_weight: 0.001"
     ),
+    # Steps 1 to 3 are anchored, and a new Gram teacher comes after step 2, of ten in an epoch.
+    "dinov3": (
+        "prototypes: 64, patch_prototypes: 32, hidden: 32, patch_hidden: 16, bottleneck: 16, patch_bottleneck: 8, "
+        "freeze_last: 0.1, koleo_weight: 0.001, gram_start: 0.1, gram_every: 0.1, gram_refreshes: 1"
+    ),
     "distill": (
         "hidden: 32, teacher: {name: vit_tiny_patch16_224, weights: WEIGHTS, "
         "options: {img_size: 16, patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}"
@@ -64,10 +69,12 @@ METHODS = {
 VIEWS = dict.fromkeys(("dino", "dinov2", "esvit", "ibot", "lejepa", "selfpatch", "swav"), CROPS)
 VIEWS |= dict.fromkeys(("drloc", "supervised"), "[{size: 16, count: 2, scale: [0.3, 1.0]}]")
 VIEWS |= dict.fromkeys(("distill", "instdisc", "mae", "mpp"), "[{size: 16, scale: [0.3, 1.0]}]")
+LARGE, SHARP = "{size: 16, scale: [0.3, 1.0], flip: 0}", "{size: 24, scale: [0.3, 1.0], flip: 0, same_crop: true}"
+VIEWS["dinov3"] = f"[{LARGE}, {SHARP}, {LARGE}, {SHARP}, {{size: 8, count: 2, scale: [0.1, 0.4]}}]"
 VIEWS["instloc"] = f"[{PAIR}, {{size: 16}}]"
 VIEWS |= {"pirl": "[{size: 16, scale: [0.3, 1.0]}, {size: 48, scale: [0.6, 1.0]}]"}
 VIEWS["detco"] = f"[{PAIR}, {{size: 48, count: 2, scale: [0.6, 1.0]}}]"
-VIT_ONLY = ("dinov2", "ibot", "mae", "mpp")  # which hide or drop patches
+VIT_ONLY = ("dinov2", "dinov3", "ibot", "mae", "mpp")  # which hide or drop patches
 CNN_ONLY = ("detco", "instloc")  # which learn from the stages of a CNN; one without batch norm, as micro-batches need
 # Strides end at 8: on a CPU the gradient of PyTorch's bfloat16 convolution of single pixels with stride 2 is garbage.
 CNN = "{name: resnet10t, options: {channels: [8, 8, 16, 24], stem_width: 4, norm_layer: groupnorm1, output_stride: 8}}"

@@ -71,7 +71,7 @@ class Trainer:
         method.train()
         frozen = self.trunks if at.epoch < self.freeze else []
         for trunk in self.trunks:
-            trunk.held = bool(frozen)
+            trunk.held, trunk.draw = bool(frozen), at.draw
         for trunk in frozen:
             trunk.eval()
         for group in optimizer.param_groups:

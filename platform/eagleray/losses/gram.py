@@ -11,14 +11,25 @@ from eagleray.losses.products import unit
 
 
 @in_float32  # the cosines differ little from the anchor's, and bfloat16 has steps of 1/256 near 1
-def gram_loss(x: Tensor, anchor: Tensor) -> Tensor:
+def gram_loss(x: Tensor, anchor: Tensor, *, cut: bool = False) -> Tensor:
     """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
-    of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs."""
-    # Negative cosines count: the official class cuts them at 0 by default, the recipe of the paper's model does not.
-    return F.mse_loss(gram(x), gram(anchor))
+    of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs.
+
+    With `cut`, cosines below 0 count as 0: the default of the official class, but not of the paper's model."""
+    ours, theirs = gram(x), gram(anchor)
+    return F.mse_loss(ours.relu(), theirs.relu()) if cut else F.mse_loss(ours, theirs)
 
 
 def gram(x: Tensor) -> Tensor:
     """Return the cosines (B, N, N) of the angles between the patches (B, N, D) of each image."""
     x = unit(x)
     return x @ x.mT
+
+
+@in_float32
+def resized(patches: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Return patches (B, N, D) of a grid `old` on a grid `new`, bicubic without antialiasing (section 4.3)."""
+    if old == new:
+        return patches
+    grid = F.interpolate(patches.mT.unflatten(2, old), size=new, mode="bicubic")
+    return grid.flatten(2).mT

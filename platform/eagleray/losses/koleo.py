@@ -16,15 +16,20 @@ EPS = 1e-8  # the authors' code's, added to each difference and to the distance
 
 
 @in_float32
-def koleo_loss(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+def koleo_loss(x: Tensor, rows: tuple[int, ...], group: int | None = None) -> Tensor:
     """Return the mean of -log d of the rows of x (B, D), scaled to length one, where d is the distance to the nearest
-    other row of all ranks.
+    other row of all ranks or of its `group`: so many rows that follow each other, and the rest in the last one.
 
-    The authors search among the images of one GPU; here the result is the same for any number of ranks.
+    The authors search among the images of one GPU or of a few; here the result is the same for any number of ranks.
     """
     x = F.normalize(x, dim=1, eps=EPS)
     others = dist.gather_with_grad(x, rows)
     own = torch.arange(len(x), device=x.device).unsqueeze(1) + dist.offset(rows)
-    nearest = (x.detach() @ others.detach().T).scatter(1, own, -math.inf).argmax(1)
+    cosines = (x.detach() @ others.detach().T).scatter(1, own, -math.inf)
+    if group is not None:
+        last = max(len(others) // group, 1) - 1
+        groups = (torch.arange(len(others), device=x.device) // group).clamp(max=last)
+        cosines = cosines.masked_fill(groups[own] != groups, -math.inf)
+    nearest = cosines.argmax(1)
     distance = F.pairwise_distance(x, others[nearest], eps=EPS)
     return -(distance + EPS).log().mean()

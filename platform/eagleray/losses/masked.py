@@ -21,6 +21,7 @@ from eagleray.base.errors import UserError
 from eagleray.losses.prototypes import Match, Scores, check_large_crops
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.heads import PrototypeHead
+from eagleray.models.rotary import rotary
 from eagleray.models.tokens import Hidden, maskable
 
 TRIES, ASPECT = 10, 0.3  # draws until a block fits, and its extreme aspect ratio, as in BEiT and both codes
@@ -42,18 +43,29 @@ def independent_shares(images: int, probability: float, bounds: tuple[float, flo
     return np.where(draw[0] < probability, bounds[0] + draw[1] * (bounds[1] - bounds[0]), 0.0)
 
 
-def stratified_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
-    """Draw DINOv2's shares: of exactly this part of the crops, one from each of as many equal parts of the bounds."""
+def stratified_shares(
+    images: int, probability: float, bounds: tuple[float, float], seed: int, *, upper: bool = False
+) -> Shares:
+    """Draw DINOv2's shares: of exactly this part of the crops, one from each of as many equal parts of the bounds.
+    DINOv3's are the `upper` ends of these parts."""
     generator = np.random.default_rng(seed)
     order, masked = generator.permutation(2 * images), int(2 * images * probability)
-    part = (order + generator.random(2 * images)) / max(masked, 1)
+    part = (order + (1 if upper else generator.random(2 * images))) / max(masked, 1)
     return np.where(order < masked, bounds[0] + part * (bounds[1] - bounds[0]), 0.0).reshape(2, images)
 
 
 def draw_masks(
-    shares: Shares, grid: tuple[int, int], smallest: int, rows: tuple[int, ...], seed: int, device: torch.device
+    shares: Shares,
+    grid: tuple[int, int],
+    smallest: int,
+    rows: tuple[int, ...],
+    seed: int,
+    device: torch.device,
+    *,
+    exact: bool = False,
 ) -> Masks:
-    """Hide blocks of at least `smallest` patches of this rank's crops.
+    """Hide blocks of at least `smallest` patches of this rank's crops. Where the last blocks do not fit, fewer patches
+    are hidden or, with `exact`, single ones.
 
     A mask follows from the seed and from the image's place in the batch of all ranks, so it is the same for any number
     of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device.
@@ -62,7 +74,7 @@ def draw_masks(
     mine = shares[:, first : first + rows[dist.rank()]]
     hidden = np.stack(
         [
-            block_mask(Random(f"{seed} {view} {first + i}"), grid, int(share * patches), smallest)
+            block_mask(Random(f"{seed} {view} {first + i}"), grid, int(share * patches), smallest, exact=exact)
             for view, crops in enumerate(mine)
             for i, share in enumerate(crops)
         ]
@@ -78,8 +90,11 @@ def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
     return Masks(at, rows, Match(torch.arange(len(rows), device=device).unsqueeze(1), weights))
 
 
-def block_mask(random: Random, grid: tuple[int, int], patches: int, smallest: int) -> NDArray[np.bool_]:
-    """Return a mask (h, w) of blocks that hide `patches` patches, or fewer where the last blocks do not fit."""
+def block_mask(
+    random: Random, grid: tuple[int, int], patches: int, smallest: int, *, exact: bool = False
+) -> NDArray[np.bool_]:
+    """Return a mask (h, w) of blocks that hide `patches` patches, or fewer where the last blocks do not fit: then
+    `exact` hides single patches too."""
     h, w = grid
     mask, left, tries = np.zeros(grid, bool), patches, 0
     while left > 0 and tries < TRIES:
@@ -94,6 +109,8 @@ def block_mask(random: Random, grid: tuple[int, int], patches: int, smallest: in
         if 0 < new <= left:
             block[:] = True
             left, tries = left - new, 0
+    if exact and left > 0:
+        mask.flat[random.sample(np.flatnonzero(~mask).tolist(), left)] = True
     return mask
 
 
@@ -111,10 +128,10 @@ class MaskedEncoder(Encoder[PrototypeHead]):
     def __init__(self, backbone: Backbone, head: PrototypeHead, patch_head: PrototypeHead | None) -> None:
         """Without a `patch_head`, patches share the head of images."""
         super().__init__(backbone, head)
-        if not maskable(backbone.model):
+        if not (maskable(backbone.model) or rotary(backbone.model)):
             raise UserError(
-                "backbone.name: expected a plain vision transformer of timm, whose patches can be hidden, "
-                f"got {type(backbone.model).__name__}"
+                "backbone.name: expected a plain vision transformer of timm, whose patches can be hidden, or a DINOv3 "
+                f"one, got {type(backbone.model).__name__}"
             )
         self.patch_head = patch_head
         self.mask_token = nn.Parameter(torch.zeros(1, backbone.dim))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
+from eagleray.config.view import View
 from eagleray.data.batch import Batch, whole_boxes
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import average, ema_copy
@@ -24,8 +25,8 @@ class Method(nn.Module):
     the keys of the recipe's `method` section. A checkpoint stores a method's `state_dict()`, so all state must be in
     parameters and buffers.
 
-    Eagleray calls the hooks in this order: `check_views` when it plans a run, `allocate` once before training, then
-    `forward`, `before_step` and `after_step` in each step. Eagleray may call `export` at any time."""
+    Eagleray calls the hooks in this order: `check_views` and `check_crops` when it plans a run, `allocate` once before
+    training, then `forward`, `before_step` and `after_step` in each step. Eagleray may call `export` at any time."""
 
     views: ClassVar[tuple[int, int]]
     """The smallest and the largest number of views that the method works with."""
@@ -59,6 +60,12 @@ class Method(nn.Module):
 
         Eagleray calls `check_views` once, with views on the meta device, which hold no data. If the sizes do not fit,
         `check_views` raises a UserError that names the recipe key."""
+
+    def check_crops(self, views: Sequence[View]) -> None:
+        """Check the settings of V views, each of which counts once.
+
+        Eagleray calls `check_crops` once. If the settings do not fit, `check_crops` raises a UserError that names the
+        recipe key."""
 
     def allocate(self, images: int) -> None:
         """Create the buffers that have a row for each image of the training set.

@@ -14,6 +14,7 @@ from eagleray.models import variants
 from eagleray.models.batch_norm import each_view
 from eagleray.models.checkpointing import micro_batched
 from eagleray.models.names import no_model, register_ours
+from eagleray.models.rotary import rotary, rotary_features, rotations
 from eagleray.models.stages import Parts, modules, stage_outputs, widths
 from eagleray.models.tokens import (
     Hidden,
@@ -55,6 +56,7 @@ class Backbone(nn.Module):
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
+    draw = 0  # the seed of the step, from which the boxes of rotary positions follow
     held = False  # whether its weights stay as they are while other parts of a method are trained: `start.freeze`
 
     def __init__(
@@ -191,7 +193,14 @@ class Backbone(nn.Module):
             if fill := getattr(self.model, "fill_layouts", None):  # EsViT's Swin
                 fill(images)  # the compiler would take what a trace fills in for a change
         class_token = pooled and self.training and class_token_pooled(self.model)
-        return run(self.model, list(images), class_token, hidden)
+        return run(self.model, list(images), class_token, hidden, self._turns(images, hidden))
+
+    def _turns(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor] | None:
+        """Return the rotations of the patches of images (B, 3, S, S) of several sizes, of a model that has such
+        positions. Evaluations leave them to timm. They are no part of what is compiled, as every step draws anew."""
+        if not ((self.training or hidden) and rotary(self.model)):
+            return None
+        return [rotations(self.model, self.patch_grid(x), self.draw) for x in images]
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
         """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
@@ -222,7 +231,8 @@ class Backbone(nn.Module):
 
     def _grids(self, images: Tensor, parts: Parts) -> tuple[Tensor, ...]:
         with stage_outputs(modules(self.model, parts)) as seen:
-            out = self.model.forward_features(images)  # not compiled: its hooks are new each time
+            # Not compiled, because its hooks are new each time.
+            [out] = outputs(self.model, [images], False, None, self._turns([images]))
         flat, out = out.ndim == 3, self._split(out, images)
         if any((x.ndim == 3) is not flat for x in seen):
             name = type(self.model).__name__
@@ -255,9 +265,13 @@ class Backbone(nn.Module):
         return (attn.q_norm(q) @ attn.k_norm(k).mT * attn.scale).softmax(-1)
 
 
-def outputs(model: Any, images: list[Tensor], class_token: bool, hidden: Hidden | None) -> list[Tensor]:
+def outputs(
+    model: Any, images: list[Tensor], class_token: bool, hidden: Hidden | None, turns: list[Tensor] | None
+) -> list[Tensor]:
     """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
-    tokens, or the class token alone. Patches of the images of the first size may be hidden."""
+    tokens, or the class token alone. Patches of the images of the first size may be hidden. `turns` are rotations."""
+    if turns is not None:
+        return [rotary_features(model, images[0], turns[0], hidden)]
     if class_token:
         return class_tokens(model, images)
     if len(images) > 1:

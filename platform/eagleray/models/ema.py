@@ -15,7 +15,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def ema_copy(net: M) -> M:
-    """Return a copy of `net` that is not trained by gradients, has no dropout or drop path and sees every patch.
+    """Return a copy of `net` that is not trained by gradients, has no dropout or drop path, sees every patch and takes
+    rotary positions as they are.
 
     It stays in training mode, so its batch norms use the statistics of the batch.
     """
@@ -26,6 +27,8 @@ def ema_copy(net: M) -> M:
             module.drop_prob = 0.0
         elif isinstance(module, PatchDropout):
             module.prob = 0.0
+        elif hasattr(module, "aug_active"):  # of timm's rotary positions
+            module.aug_active = False
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
     return out

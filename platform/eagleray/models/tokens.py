@@ -96,13 +96,17 @@ def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor
     """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block. A hidden patch has a
     position; a patch that stands for another one has that one's."""
     patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
-    if hidden is not None:
-        if hidden.source is not None:
-            patches = take(patches.flatten(1, -2), hidden.source).view_as(patches)
-        mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
-        patches = torch.where(mask, hidden.token.to(patches.dtype), patches)
+    patches = patches if hidden is None else hide(patches, hidden)
     tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
     return tokens
+
+
+def hide(patches: Tensor, hidden: Hidden) -> Tensor:
+    """Return the patches (B, h, w, D) or (B, h * w, D) of images with others, or the token, in place of some."""
+    if hidden.source is not None:
+        patches = take(patches.flatten(1, -2), hidden.source).view_as(patches)
+    mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
+    return torch.where(mask, hidden.token.to(patches.dtype), patches)
 
 
 def packed_blocks(

@@ -114,6 +114,7 @@ def check_method(recipe: Recipe) -> Method:
                 )
         *early, full = recipe.phases
         method.check_views(_empty(full.views, recipe.planes))
+        method.check_crops([view for view in full.views for _ in range(view.count)])
         for i, phase in enumerate(early):
             with named(f"curriculum.{i}.sizes={[v.size for v in phase.views]}"):
                 method.check_views(_empty(phase.views, recipe.planes))

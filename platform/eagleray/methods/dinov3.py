@@ -1,0 +1,159 @@
+"""DINOv3 trains as DINOv2 and later anchors the similarities of patches to an earlier teacher (Siméoni et al. 2025).
+
+arXiv:2508.10104, sections 3.2, 4.2 and 5.1. Where its text leaves a choice open, this follows the authors' code. B
+images, V views without those of the Gram teacher, N patches of a large crop, n hidden patches, K prototypes of images,
+P of patches, D channels.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from eagleray.base.errors import UserError
+from eagleray.config.schedule import Progress, Schedule
+from eagleray.config.types import Share
+from eagleray.config.view import View
+from eagleray.data.batch import Batch
+from eagleray.losses.gram import gram_loss, resized
+from eagleray.losses.koleo import koleo_loss
+from eagleray.losses.masked import MaskedEncoder, draw_masks, stratified_shares
+from eagleray.losses.prototypes import H, assignment_stats, match_views
+from eagleray.losses.sinkhorn import sinkhorn_center
+from eagleray.methods.dinov2 import ITERATIONS, SMALLEST
+from eagleray.methods.method import Method
+from eagleray.models.backbone import Backbone
+from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.heads import PrototypeHead, drop_gradients
+
+
+class DINOv3(Method):
+    """The student sees the large crops with hidden patches and the small ones, the teacher the large ones whole, and
+    the Gram teacher the large ones in more pixels."""
+
+    views = (2, 100)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        prototypes: PositiveInt = 262144,
+        patch_prototypes: PositiveInt = 98304,
+        hidden: PositiveInt = 8192,
+        patch_hidden: PositiveInt = 4096,
+        bottleneck: PositiveInt = 512,
+        patch_bottleneck: PositiveInt = 384,
+        mask_probability: Share = 0.5,  # share of the large crops in which patches are hidden
+        mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
+        koleo_weight: NonNegativeFloat = 0.1,
+        koleo_group: PositiveInt = 16,  # images among which each has its nearest neighbour
+        student_temp: PositiveFloat = 0.1,
+        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=100),
+        momentum: Schedule = Schedule(value=0.994),
+        freeze_last: float = 5.0,  # epochs in which the prototypes are not trained
+        gram_start: NonNegativeFloat | None = None,  # epoch from which patches are anchored; None: never
+        # Epoch after which the teacher becomes the first Gram teacher; None: gram_start
+        gram_teacher: NonNegativeFloat | None = None,
+        gram_every: PositiveFloat = 10.0,  # epochs from gram_start to the next Gram teacher, and to each further one
+        gram_refreshes: NonNegativeInt = 3,  # how often the Gram teacher is replaced by the teacher
+        gram_weight: NonNegativeFloat = 2.0,
+        gram_cut: bool = False,  # cosines below 0 count as 0
+        small_weight: NonNegativeFloat = 0.5,  # weight of the small crops from gram_start on; it is 1 before
+    ) -> None:
+        super().__init__()
+        self.mask_probability, self.mask_ratio = mask_probability, mask_ratio
+        self.koleo_weight, self.koleo_group = koleo_weight, koleo_group
+        self.student_temp, self.teacher_temp = student_temp, teacher_temp
+        self.momentum, self.freeze_last = momentum, freeze_last
+        self.gram_start, self.gram_weight, self.gram_cut = gram_start, gram_weight, gram_cut
+        self.small_weight = small_weight
+        make = partial(PrototypeHead, backbone.dim, free_scale=True)
+        head = make(prototypes, hidden=hidden, bottleneck=bottleneck)
+        patch_head = make(patch_prototypes, hidden=patch_hidden, bottleneck=patch_bottleneck)
+        self.student = MaskedEncoder(backbone, head, patch_head)
+        self.teacher = ema_copy(self.student)
+        self.gram = None if gram_start is None else copy.deepcopy(self.teacher.backbone)
+        self.copied: list[float] = []  # epochs after which the teacher becomes the Gram teacher
+        if gram_start is not None:
+            first = gram_start if gram_teacher is None else gram_teacher
+            if first > gram_start:
+                raise UserError(f"method.gram_teacher={first:g}: expected at most method.gram_start={gram_start:g}")
+            self.copied = [first, *(gram_start + gram_every * (i + 1) for i in range(gram_refreshes))]
+
+    def crops(self, views: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Return the large crops, the Gram teacher's views of them and the small crops. If the second view has another
+        size than the first, each large crop is followed by the Gram teacher's view; otherwise that sees the crops."""
+        if self.gram is None or len(views) < 4 or views[0].shape == views[1].shape:
+            return views[:2], views[:2], views[2:]
+        return views[:4:2], views[1:4:2], views[4:]
+
+    def check_views(self, views: Sequence[Tensor]) -> None:
+        large, sharp, _ = self.crops(views)
+        self.student.check_views(large, self.mask_ratio)
+        if sharp[0].shape != sharp[1].shape:
+            raise UserError("views: the second and the fourth, those of the Gram teacher, are not of one size")
+
+    def check_crops(self, views: Sequence[View]) -> None:
+        if self.gram is None or len(views) < 4 or views[0].size == views[1].size:
+            return
+        for i, (large, sharp) in enumerate(zip(views[:4:2], views[1:4:2], strict=True)):
+            if not sharp.same_crop or large.flip or sharp.flip or large.moving or sharp.moving:
+                raise UserError(
+                    f"views: number {2 * i + 2} is the Gram teacher's view of number {2 * i + 1}, and shows the same "
+                    "places: expected same_crop=true, and in both flip=0 and nothing that moves pixels"
+                )
+
+    def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
+        large, sharp, small = self.crops(batch.views)
+        images, tau_t, tau_s = len(large[0]), self.teacher_temp(at), self.student_temp
+        grid = self.student.backbone.patch_grid(large[0])
+        shares = stratified_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw, upper=True)
+        masks = draw_masks(shares, grid, SMALLEST, batch.rows, at.draw, large[0].device, exact=True)
+
+        x, x_patches = self.student.embed([*large, *small], masks.hidden)  # (V * B, D), (2 * B * N, D)
+        s, s_patches = self.student.image_scores(x), self.student.patch_scores(x_patches[masks.rows])
+        with torch.no_grad():
+            y, y_patches = self.teacher.embed(large)
+            t, t_patches = self.teacher.image_scores(y), self.teacher.patch_scores(y_patches[masks.rows])
+        center, patch_center = (sinkhorn_center(z, tau_t, ITERATIONS) for z in (t, t_patches))
+
+        anchored, pairs = self.anchored(at), match_views(t, s, images)
+        if anchored:
+            pairs.weight[2 * images :] *= self.small_weight
+        dino = H(t, s, pairs, center, tau_t, tau_s)
+        ibot = H(t_patches, s_patches, masks.pairs, patch_center, tau_t, tau_s)
+        koleo = torch.stack([koleo_loss(v, batch.rows, self.koleo_group) for v in x[: 2 * images].chunk(2)]).sum()
+        out = {"loss": dino + ibot + self.koleo_weight * koleo, "view": dino, "patch": ibot, "koleo": koleo}
+        if self.gram is not None:
+            out["gram"] = torch.zeros_like(dino)
+            if anchored:
+                out["gram"] = self.gram_of(x_patches.unflatten(0, (2 * images, -1)), sharp, grid)
+                out["loss"] = out["loss"] + self.gram_weight * out["gram"]
+        return out | assignment_stats(t, center, tau_t)
+
+    def anchored(self, at: Progress) -> bool:
+        """Return whether the Gram loss counts in this step."""
+        return self.gram_start is not None and at.step >= round(self.gram_start * at.steps_per_epoch)
+
+    def gram_of(self, patches: Tensor, views: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
+        """Return the Gram loss of the student's patches (2 * B, N, D), masked or not, on a grid (h, w)."""
+        assert self.gram is not None
+        with torch.no_grad():
+            seen = self.gram.each(views)
+            anchor = torch.cat([resized(view.patches, view.grid, grid) for view in seen])
+        return gram_loss(patches, anchor, cut=self.gram_cut)
+
+    def before_step(self, at: Progress) -> None:
+        if at.epoch < self.freeze_last:
+            drop_gradients(*self.student.prototypes)
+
+    def after_step(self, at: Progress) -> None:
+        ema_update(self.teacher, self.student, self.momentum(at))
+        if self.gram is not None and at.step + 1 in (round(epoch * at.steps_per_epoch) for epoch in self.copied):
+            ema_update(self.gram, self.teacher.backbone, 0.0)
+
+    def export(self) -> Backbone:
+        return self.teacher.backbone

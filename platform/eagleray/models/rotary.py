@@ -1,0 +1,70 @@
+"""Rotary positions of timm's DINOv3 transformers: coordinates of patches that training shifts, stretches and scales.
+
+RoPE is by Su et al. 2021, arXiv:2104.09864; training changes its box of coordinates as in DINOv3 (Siméoni et al. 2025,
+arXiv:2508.10104, section 3.2), by as much as timm's options `rope_shift_coords`, `rope_jitter_coords` and
+`rope_rescale_coords` say. timm draws one box for all blocks, and other ones on every rank. As in the authors' code,
+every block has its own here; it follows from the step, so it is the same on all ranks and after a restart. L blocks, a
+grid of h x w = N patches, C channels of a head.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from timm.layers import RotaryEmbeddingDinoV3
+from timm.models import Eva
+from torch import Tensor
+
+from eagleray.base import devices
+from eagleray.models.tokens import Hidden, hide
+
+
+def rotary(model: Any) -> bool:
+    """Return whether a model is a DINOv3 transformer of timm, with rotary positions alone."""
+    return (
+        type(model) is Eva
+        and isinstance(model.rope, RotaryEmbeddingDinoV3)
+        and model.rope.rotate_half
+        and model.dynamic_img_size
+        and model.pos_embed is None
+        and model.patch_drop is None
+    )
+
+
+def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | None = None) -> Tensor:
+    """Return what the `forward_features` of a `rotary` model returns for images (B, 3, S, S), of which patches may be
+    hidden, with the rotations that `rotations` returns: tokens (B, P + N, D)."""
+    patches = model.patch_embed(images)  # (B, h, w, D)
+    patches = patches if hidden is None else hide(patches, hidden)
+    prefix = [t.expand(len(images), -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
+    x = model.norm_pre(model.pos_drop(torch.cat([*prefix, patches.flatten(1, 2)], 1)))
+    for block, turn in zip(model.blocks, turns.unbind(), strict=True):
+        x = block(x, rope=turn)
+    out: Tensor = model.norm(x)
+    return out
+
+
+def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
+    """Return sines and cosines (L, N, 2 C) of every block of a `rotary` model for a grid (h, w); in training they are
+    those of the boxes that the seed and the grid determine."""
+    rope, blocks, device = model.rope, len(model.blocks), model.rope.periods.device
+    if not (rope.training and rope.aug_active):
+        whole = torch.zeros(1, 2, device=device)
+        return turned(rope.periods, grid, whole, whole + 1).expand(blocks, -1, -1)
+    u = torch.from_numpy(np.random.default_rng([seed, *grid]).uniform(-1, 1, (blocks, 5)).astype(np.float32))
+    jitter, rescale = (math.log(x or 1.0) for x in (rope.jitter_coords, rope.rescale_coords))
+    shift = (rope.shift_coords or 0.0) * u[:, :2]
+    box = torch.cat([shift, (jitter * u[:, 2:4] + rescale * u[:, 4:]).exp()], 1)  # (L, 4)
+    box = (box.pin_memory() if devices.has_streams(device) else box).to(device, non_blocking=True)
+    return turned(rope.periods, grid, box[:, :2], box[:, 2:])
+
+
+def turned(periods: Tensor, grid: tuple[int, int], shift: Tensor, scale: Tensor) -> Tensor:
+    """Return sines and cosines (L, N, 2 C) of the angles of patches at (x + shift) * scale, for shifts and scales
+    (L, 2) of rows and columns and C / 4 periods. Without both, x goes from -1 to 1 over the grid."""
+    at = [(2 * torch.arange(n, device=periods.device) + 1) / n - 1 for n in grid]
+    x = torch.stack(torch.meshgrid(*at, indexing="ij"), -1).flatten(0, 1)  # (N, 2)
+    x = (x + shift.unsqueeze(1)) * scale.unsqueeze(1)  # (L, N, 2)
+    angles = (2 * math.pi * x.unsqueeze(-1) / periods).flatten(2).tile(2)  # (L, N, C)
+    return torch.cat([angles.sin(), angles.cos()], -1)
