@@ -37,6 +37,8 @@ FAMILIES = (
     *("davis_label_propagation", "davis_j_f"),
     "pixpro_loss",
     *("detco_loss", "ibot_loss", "dinov2_sinkhorn", "dinov2_patch_loss", "dinov2_koleo", "block_masks"),
+    *("dinov3_view_loss", "dinov3_patch_loss", "dinov3_koleo", "dinov3_gram", "dinov3_rope", "dinov3_vit"),
+    "dinov3_masks",
 )
 
 

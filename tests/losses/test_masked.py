@@ -39,6 +39,17 @@ def test_masks_are_drawn_as_the_authors_draw_them(case: Case, authors: str) -> N
         assert (abs(mean - want) < 4 * np.hypot(error, theirs) + 0.01 * want).all(), (share, mean, want)
 
 
+@cases("dinov3_masks")
+def test_masks_of_dinov3_hide_as_many_patches_as_asked(case: Case) -> None:
+    side, random = case.hyper["side"], Random(1)
+    for i, share in enumerate(case["asked"].tolist()):
+        masks = [block_mask(random, (side, side), int(share * side**2), 4, exact=True) for _ in range(800)]
+        mean, error = statistics(masks)
+        want, theirs = case["dinov3"][i].numpy(), case["dinov3_error"][i].numpy()
+        assert mean[0] == want[0] == int(share * side**2)
+        assert abs(mean[1] - want[1]) < 4 * np.hypot(error[1], theirs[1]) + 0.01 * want[1]
+
+
 def test_a_mask_hides_no_more_than_asked_and_leaves_some_patch_visible() -> None:
     random = Random(2)
     for grid in ((1, 1), (1, 7), (2, 2), (3, 5), (14, 14)):

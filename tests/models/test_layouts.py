@@ -286,6 +286,69 @@ def test_dinov3_is_read_with_timms_names_and_its_authors(name: str, tmp_path: Pa
     assert capsys.readouterr().out == ""
 
 
+def dinov3_of_authors(net: Backbone) -> State:
+    """The weights of a transformer of timm by the names that DINOv3's authors publish."""
+    state, out = net.model.state_dict(), {"mask_token": torch.zeros(1, 24), "rope_embed.periods": torch.ones(3)}
+    for key, value in state.items():
+        if key.endswith("q_bias"):
+            out[key.replace("q_bias", "qkv.bias")] = torch.cat([value, 0 * value, state[key.replace("q_", "v_")]])
+            out[key.replace("q_bias", "qkv.bias_mask")] = torch.ones(72)
+        elif not key.endswith("v_bias"):
+            out[re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", key.replace("reg_token", "storage_tokens"))] = value
+    return out
+
+
+def test_the_teacher_of_dinov3s_training_is_a_checkpoint_of_its_authors(tmp_path: Path):
+    wide = DINOV3 | {"embed_dim": 384, "num_heads": 6}
+    theirs, ours = (backbone("vit_small_patch16_dinov3", wide, seed=seed) for seed in (1, 0))
+    written = under("backbone.", dinov3_of_authors(theirs))
+    heads = dino_head(384, "dino_head.") | dino_head(384, "ibot_head.")
+    layout = recognise(through_a_file(tmp_path, {"teacher": written | heads}))
+    assert layout is not None
+    assert (layout.authors, layout.exported) == ("DINOv3", "teacher")
+    assert "teacher.patch_head.last.parametrizations.weight.original1" in layout.parts
+    assert fill(ours, exported(layout), whole=True).share == 1
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(ours(x).pooled, theirs(x).pooled)
+
+
+def test_biases_that_a_dinov3_of_timm_lacks_are_named():
+    theirs, ours = (
+        backbone("vit_small_patch16_dinov3_qkvb", DINOV3, seed=1),
+        backbone("vit_small_patch16_dinov3", DINOV3),
+    )
+    state = dinov3_of_authors(theirs)
+    with pytest.raises(UserError, match=r"has blocks.0.attn.qkv.bias and 1 more .*; backbone.name=NAME_qkvb adds them"):
+        fill(ours, plain(state), whole=True)
+    zero = {k: 0 * v if k.endswith("qkv.bias") else v for k, v in state.items()}
+    assert fill(ours, plain(zero), whole=True).share == 1
+
+
+def convnext_of_authors(net: Backbone) -> State:
+    """The weights of a ConvNeXt of timm by the names that DINOv3's authors publish; they repeat the last norm."""
+    out = {}
+    for key, value in net.model.state_dict().items():
+        key = re.sub(r"^stem\.", "downsample_layers.0.", key)
+        key = re.sub(r"^stages\.(\d)\.downsample\.", r"downsample_layers.\1.", key)
+        key = re.sub(r"^stages\.(\d)\.blocks\.", r"stages.\1.", key)
+        key = key.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv").replace("head.norm", "norm")
+        out[key] = value
+    return out | {f"norms.3.{part}": out[f"norm.{part}"] for part in ("weight", "bias")}
+
+
+CONVNEXT = {"dims": [8, 8, 16, 24], "depths": [1, 1, 2, 1]}
+
+
+def test_convnexts_of_dinov3_are_read_with_their_authors_names():
+    theirs, ours = backbone("convnext_tiny", CONVNEXT, seed=1), backbone("convnext_tiny", CONVNEXT)
+    report = fill(ours, plain(convnext_of_authors(theirs)), whole=True)
+    assert report.share == 1
+    x = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        assert torch.equal(ours(x).pooled, theirs(x).pooled)
+
+
 def test_registers_that_the_backbone_lacks_are_named():
     _, state = dinov2_with_registers()
     with pytest.raises(UserError, match=r"^start.from=file.pth: has register_tokens inside .*options.reg_tokens=4"):
@@ -343,6 +406,33 @@ def test_names_of_transformers_become_timms(tmp_path: Path):
             report = fill(ours, plain(given), whole=True)
             assert report.share == 1
             assert not [key for key in report.left if "attention" in key]
+        with torch.inference_mode():
+            theirs = model.eval()(x).last_hidden_state[:, 0]
+            torch.testing.assert_close(ours(x).pooled, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_transformers_for_dinov3_become_timms(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    config = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    config |= {"image_size": 32, "patch_size": 8, "num_register_tokens": 4}
+    vit = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**config))
+    cnn_config = {"hidden_sizes": CONVNEXT["dims"], "depths": CONVNEXT["depths"]}
+    cnn = transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**cnn_config))
+    x = torch.randn(2, 3, 64, 64)
+    for model, ours in (
+        (vit, backbone("vit_small_patch16_dinov3_qkvb", DINOV3 | {"global_pool": "token"})),
+        (cnn, backbone("convnext_tiny", CONVNEXT)),
+    ):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+        model.save_pretrained(tmp_path)
+        state = weights.load_tensors(tmp_path / "model.safetensors")
+        renamed = {re.sub(r"^(layer|stages)\.", r"model.\1.", k): v for k, v in state.items()}
+        for given in state, under("backbone.", state), renamed:
+            report = fill(ours, plain(given), whole=True)
+            assert report.share == 1
+            assert not report.missing
         with torch.inference_mode():
             theirs = model.eval()(x).last_hidden_state[:, 0]
             torch.testing.assert_close(ours(x).pooled, theirs, rtol=1e-4, atol=1e-4)

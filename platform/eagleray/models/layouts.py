@@ -1,5 +1,5 @@
-"""The checkpoints that the authors of DINO, EsViT, iBOT, DINOv2, SelfPatch, MoCo v3 and MoBY store, recognised by their
-keys.
+"""The checkpoints that the authors of DINO, EsViT, iBOT, DINOv2, DINOv3, SelfPatch, MoCo v3 and MoBY store, recognised
+by their keys.
 
 Tensors outside of backbones get the names that they have in eagleray's methods; those of a backbone keep the authors'
 names, which `weights.fill` reads.
@@ -34,7 +34,8 @@ def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of DINO, EsViT, iBOT, DINOv2 or SelfPatch: a teacher, nearly always a student, centres."""
+    """Return a checkpoint of DINO, EsViT, iBOT, DINOv2, DINOv3 or SelfPatch: a teacher, nearly always a student,
+    centres."""
     if not tensors_in(_mapping(checkpoint, TEACHER)):
         return None
     states = {role: tensors_in(_mapping(checkpoint, role)) for role in (STUDENT, TEACHER)}
@@ -62,7 +63,7 @@ MASK_TOKENS = ("masked_embed", "mask_token")  # iBOT's and DINOv2's names
 
 def _dino_authors(checkpoint: Mapping[str, Any], teacher: State) -> str:
     if any(k.startswith("dino_head.") for k in teacher):
-        return "DINOv2"
+        return "DINOv3" if any(".rope_embed." in k for k in teacher) else "DINOv2"
     if any(k.startswith("ca_head.") for k in teacher):
         return "SelfPatch"
     if "ibot_loss" in checkpoint or any("last_layer2." in k for k in teacher):

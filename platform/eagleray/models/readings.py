@@ -28,6 +28,7 @@ PREFERRED: list[set[str]] = [{"online", "base", "q", "query"}, {"target"}, set()
 PREFERRED += [{"momentum", "k", "key"}, {"optimizer", "optim", "exp"}]
 USUAL = ("state_dict", "model")  # names of mappings that are preferred to other ones
 LEAST = 0.5  # the share of a backbone's elements, or of all that there are, below a prefix that is tried
+BIAS = ".attn.qkv.bias"
 CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, and the blocks of all groups
 
 
@@ -98,7 +99,13 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
     # Only the names are timm's: `shaped` does what its resizing and its sums of tensors would do. A name that timm
     # moves, such as that of a Swin's downsampling, is another tensor there, of another shape.
     mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
-    yield {k: below[k] if k in mine else v for k, v in renamed.items()}
+    # timm leaves out the biases of DINOv3 for its models without them, which have other features if one is not zero.
+    kept = {k: v for k, v in below.items() if k.endswith(BIAS) and not _has_bias(k, renamed) and v.any()}
+    yield {k: below[k] if k in mine else v for k, v in renamed.items()} | kept
+
+
+def _has_bias(key: str, renamed: Mapping[str, Tensor]) -> bool:
+    return key in renamed or key.replace(BIAS, ".attn.q_bias") in renamed
 
 
 def _fitting(state: State, own: State) -> int:
@@ -119,29 +126,59 @@ NAMES = (
     (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
     (r"^layernorm\.", "norm."),
 )
-FIRST = re.compile(r"(.*)encoder\.layer\.\d+\.attention\.attention\.query\.")  # `vit.` or another prefix
-QUERY = re.compile(r"\.attention\.attention\.query\.(weight|bias)$")
+# DINOv3's, by the names of its authors, which timm reads, and those of its ConvNeXts, by timm's names.
+DINOV3 = (
+    (r"^embeddings\.patch_embeddings\.", "patch_embed.proj."),
+    (r"^embeddings\.register_tokens$", "storage_tokens"),
+    (r"^embeddings\.", ""),
+    (r"^(?:model\.)?layer\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    (r"\.mlp\.up_proj\.", ".mlp.fc1."),
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
+)
+CONVNEXT = (
+    (r"^(?:model\.)?stages\.0\.downsample_layers\.", "stem."),
+    (r"^(?:model\.)?(stages\.\d+\.downsample)_layers\.", r"\1."),
+    (r"^(?:model\.)?(stages\.\d+)\.layers\.", r"\1.blocks."),
+    (r"\.depthwise_conv\.", ".conv_dw."),
+    (r"\.pointwise_conv(\d)\.", r".mlp.fc\1."),
+    (r"\.layer_norm\.", ".norm."),
+    (r"^layer_norm\.", "head.norm."),
+)
+# A name of each kind, after `vit.` or another prefix.
+FIRST = re.compile(
+    r"((?:.*?\.)??)(?:encoder\.layer\.\d+\.attention\.attention\.(query)|(?:model\.)?layer\.\d+\.attention\.(q_proj)|"
+    r"(?:model\.)?stages\.\d+\.layers\.\d+\.(depthwise_conv))\."
+)
+SCHOOLS = {"query": NAMES, "q_proj": DINOV3, "depthwise_conv": CONVNEXT}
+QUERY = re.compile(r"\.attention\.(attention\.query|q_proj)\.(weight|bias)$")
+OTHERS = re.compile(r"\.attention\.(attention\.(key|value)|[kv]_proj)\.(weight|bias)$")
+PARTS = {"attention.query": ("attention.key", "attention.value"), "q_proj": ("k_proj", "v_proj")}
 
 
 def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with timm's names, and queries, keys and values as one. Those of other libraries are returned
     as they are."""
-    prefix = next((match[1] for key in state if (match := FIRST.match(key))), None)
-    if prefix is None:
+    first = next((match for key in state if (match := FIRST.match(key))), None)
+    if first is None:
         return state
+    names = SCHOOLS[first[first.lastindex or 0]]
     out: dict[str, Tensor] = {}
-    state = {key.removeprefix(prefix): value for key, value in state.items()}
+    state = {key.removeprefix(first[1]): value for key, value in state.items()}
     for key, value in state.items():
-        if ".attention.attention." not in key:
-            out[_timm_name(key)] = value
-        elif match := QUERY.search(key):
-            parts = [state[key.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
-            out[f"{_timm_name(key[: match.start() + 1])}attn.qkv.{match[1]}"] = torch.cat(parts)
+        if match := QUERY.search(key):
+            others = (key.replace(match[1], part) for part in PARTS[match[1]])
+            # DINOv3's keys have no bias.
+            parts = [value, *(state.get(other, torch.zeros_like(value)) for other in others)]
+            out[f"{_timm_name(key[: match.start() + 1], names)}attn.qkv.{match[2]}"] = torch.cat(parts)
+        elif not OTHERS.search(key):
+            out[_timm_name(key, names)] = value
     return out
 
 
-def _timm_name(key: str) -> str:
-    for pattern, name in NAMES:
+def _timm_name(key: str, names: tuple[tuple[str, str], ...]) -> str:
+    for pattern, name in names:
         key = re.sub(pattern, name, key)
     return key
 

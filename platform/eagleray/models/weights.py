@@ -15,7 +15,7 @@ from eagleray.models import hub, pixels
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
-from eagleray.models.readings import best, shaped, to_timm, without_class_position
+from eagleray.models.readings import BIAS, best, shaped, to_timm, without_class_position
 from eagleray.models.tensor_files import KEY, State, load_tensors, mappings
 
 ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
@@ -24,7 +24,9 @@ CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json
 REGISTERS = ("reg_token", "register_tokens")
 BUFFERS = {"relative_position_index", "attn_mask"}  # timm no longer stores these buffers
 # What a backbone may lack, and the option with which it has it.
-ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5"} | dict.fromkeys(REGISTERS, "backbone.options.reg_tokens=N")
+ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5", BIAS: "backbone.name=NAME_qkvb"} | dict.fromkeys(
+    REGISTERS, "backbone.options.reg_tokens=N"
+)
 SOME = 3  # an error names this many of the keys
 
 
@@ -191,7 +193,8 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
     if not extra:
         return
     hint = next((f"; {option} adds them" for part, option in ADDED.items() if part in extra[0]), "")
-    hint = hint.replace("N", str(state[extra[0]].shape[-2]) if extra[0] in REGISTERS else "")
+    if extra[0] in REGISTERS:
+        hint = hint.replace("N", str(state[extra[0]].shape[-2]))
     more = f" and {len(extra) - 1} more tensors" if extra[1:] else ""
     raise UserError(
         f"{weights.given}: has {extra[0]}{more} inside of the backbone, which {type(model).__name__} "
