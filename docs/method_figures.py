@@ -193,6 +193,17 @@ FIGURES = {
         Branch(LARGE, ("teacher's\nbackbone", "two heads,\nSinkhorn"), "p^{\\,t}"),
         AVERAGE,
     ),
+    "dinov3": Figure(
+        Branch(HIDDEN, ("backbone", "head of images,\nhead of patches"), "p^{\\,s}"),
+        (
+            ("images and hidden patches: as DINOv2", PREDICT),
+            (r"KoLeo: $d$, distance to the nearest", r"-0.1\,\log d"),
+            (r"Gram: patches $x$ and an earlier teacher's $g$", r"2\;\|XX^{\top}-GG^{\top}\|^2"),
+        ),
+        Branch(LARGE, ("teacher's\nbackbone", "two heads,\nSinkhorn"), "p^{\\,t}"),
+        AVERAGE,
+        memory="an earlier\nteacher: Gram",
+    ),
     "esvit": Figure(
         Branch(ALL, ("backbone", "head of views,\nhead of regions"), "p^{\\,s}"),
         ((VIEWS, rf"L_V=\;{PREDICT}"), (REGIONS, rf"L_R=\;{PREDICT}")),

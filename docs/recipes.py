@@ -15,7 +15,7 @@ WRITTEN = "<!-- written by docs/recipes.py -->\n"
 FAMILIES = {
     "contrastive": ("MoCo, SimCLR and their kin", "moco mocov3 moby simclr instdisc pirl"),
     "joint": ("BYOL, SwAV and others without negatives", "byol byol_regions simsiam swav barlow_twins vicreg lejepa"),
-    "dino": ("DINO, iBOT, DINOv2 and EsViT", "dino dinov2 ibot esvit distill"),
+    "dino": ("DINO, iBOT, DINOv2, DINOv3 and EsViT", "dino dinov2 dinov3 ibot esvit distill"),
     "patches": ("Patches, regions and masks", "selfpatch selfpatch_moby densecl detco pixpro instloc mae mpp"),
     "drloc": ("DRLoc", "drloc"),
     "supervised": ("Training and fine-tuning with labels", "supervised"),

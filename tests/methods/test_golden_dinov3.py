@@ -19,8 +19,7 @@ from eagleray.losses.koleo import koleo_loss
 from eagleray.losses.masked import masks_of
 from eagleray.losses.prototypes import H, Scores, match_views, probabilities
 from eagleray.losses.sinkhorn import sinkhorn_center
-from eagleray.methods.dinov2 import ITERATIONS
-from eagleray.methods.dinov3 import DINOv3
+from eagleray.methods.dinov3 import ITERATIONS, DINOv3
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.rotary import rotary_features, turned

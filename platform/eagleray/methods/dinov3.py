@@ -23,11 +23,12 @@ from eagleray.losses.koleo import koleo_loss
 from eagleray.losses.masked import MaskedEncoder, draw_masks, stratified_shares
 from eagleray.losses.prototypes import H, assignment_stats, match_views
 from eagleray.losses.sinkhorn import sinkhorn_center
-from eagleray.methods.dinov2 import ITERATIONS, SMALLEST
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
+
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches of a block, as in the authors' code
 
 
 class DINOv3(Method):
@@ -45,7 +46,7 @@ class DINOv3(Method):
         hidden: PositiveInt = 8192,
         patch_hidden: PositiveInt = 4096,
         bottleneck: PositiveInt = 512,
-        patch_bottleneck: PositiveInt = 384,
+        patch_bottleneck: PositiveInt = 384,  # bottleneck of the head for patches
         mask_probability: Share = 0.5,  # share of the large crops in which patches are hidden
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
         koleo_weight: NonNegativeFloat = 0.1,
@@ -55,11 +56,11 @@ class DINOv3(Method):
         momentum: Schedule = Schedule(value=0.994),
         freeze_last: float = 5.0,  # epochs in which the prototypes are not trained
         gram_start: NonNegativeFloat | None = None,  # epoch from which patches are anchored; None: never
-        # Epoch after which the teacher becomes the first Gram teacher; None: gram_start
+        # The teacher after so many epochs is the first Gram teacher; None: gram_start
         gram_teacher: NonNegativeFloat | None = None,
         gram_every: PositiveFloat = 10.0,  # epochs from gram_start to the next Gram teacher, and to each further one
         gram_refreshes: NonNegativeInt = 3,  # how often the Gram teacher is replaced by the teacher
-        gram_weight: NonNegativeFloat = 2.0,
+        gram_weight: NonNegativeFloat = 2.0,  # weight of the loss that anchors patches
         gram_cut: bool = False,  # cosines below 0 count as 0
         small_weight: NonNegativeFloat = 0.5,  # weight of the small crops from gram_start on; it is 1 before
     ) -> None:

@@ -232,8 +232,8 @@ class Backbone(nn.Module):
     def _grids(self, images: Tensor, parts: Parts) -> tuple[Tensor, ...]:
         with stage_outputs(modules(self.model, parts)) as seen:
             # Not compiled, because its hooks are new each time.
-            [out] = outputs(self.model, [images], False, None, self._turns([images]))
-        flat, out = out.ndim == 3, self._split(out, images)
+            [whole] = outputs(self.model, [images], False, None, self._turns([images]))
+        flat, out = whole.ndim == 3, self._split(whole, images)
         if any((x.ndim == 3) is not flat for x in seen):
             name = type(self.model).__name__
             raise UserError(f"backbone.name: the {parts} of {name} return tokens without the grid on which they lie")

@@ -28,7 +28,7 @@ def ema_copy(net: M) -> M:
         elif isinstance(module, PatchDropout):
             module.prob = 0.0
         elif hasattr(module, "aug_active"):  # of timm's rotary positions
-            module.aug_active = False
+            module.aug_active = False  # type: ignore[assignment]
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
     return out

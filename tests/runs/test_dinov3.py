@@ -1,0 +1,43 @@
+"""A run through DINOv3's three phases is the same with and without stops between and at the changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.recipes import LARGE, SHARP, small_recipe
+from helpers.runs import FAST, arguments, assert_same, split, weights
+
+from eagleray.api.pretrain import pretrain
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+SIZES = "curriculum=[{until: 0.34, sizes: [12, 4, 12, 4, 8]}, {until: 0.67, sizes: [12, 16, 12, 16, 8]}]"
+NETWORK = (
+    "backbone={name: vit_small_patch16_dinov3, drop_path: 0.2, options: {img_size: 16, patch_size: 4, embed_dim: 24, "
+    "depth: 2, num_heads: 2, num_reg_tokens: 1, global_pool: token, rope_rescale_coords: 2.0}}"
+)
+
+
+def test_stopping_between_the_phases_equals_no_stop(shards: Path, tmp_path: Path) -> None:
+    """Epochs of ten steps: anchored from step 10 on, new Gram teachers after 12 and 14, larger views from 20 on."""
+    once, twice, other = tmp_path / "once", tmp_path / "twice", tmp_path / "other"
+    text = small_recipe("dinov3")
+    (path := tmp_path / "dinov3.yaml").write_text("\n".join(x for x in text.splitlines() if x[:8] != "backbone"))
+    assert LARGE in text
+    assert SHARP in text
+    keys = [NETWORK, SIZES, "optim.epochs=3", "method.gram_start=1", "method.gram_every=0.2", *FAST]
+    keys += ["method.gram_teacher=0.5", "method.koleo_weight=0.1"]
+
+    def run(out: Path, steps: int, *more: str) -> dict[str, torch.Tensor]:
+        pretrain(*split(arguments(path, shards, out, f"max_steps={steps}", *keys, *more)))
+        return weights(out)
+
+    whole = run(once, 22, "method.gram_refreshes=2")
+    for steps in (4, 5, 9, 10, 11, 12, 14, 19, 20, 21, 22):
+        rest = run(twice, steps, "method.gram_refreshes=2")
+    assert_same(whole, rest)
+    fewer = run(other, 22, "method.gram_refreshes=1")
+    name = "gram.model.norm.weight"
+    assert not torch.equal(fewer[name], whole[name])
+    log = (once / "train.log").read_text()
+    assert "curriculum: before epoch 1, views of 12, 4, 12, 4, 8 pixels" in log
+    assert "before epoch 2, views of 12, 16, 12, 16, 8 pixels" in log
