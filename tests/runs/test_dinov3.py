@@ -7,7 +7,10 @@ import torch
 from helpers.recipes import LARGE, SHARP, small_recipe
 from helpers.runs import FAST, arguments, assert_same, split, weights
 
+from eagleray import config
 from eagleray.api.pretrain import pretrain
+from eagleray.runs.method_checks import difference, rehearse, rehearse_on_ranks
+from eagleray.runs.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 SIZES = "curriculum=[{until: 0.34, sizes: [12, 4, 12, 4, 8]}, {until: 0.67, sizes: [12, 16, 12, 16, 8]}]"
@@ -17,13 +20,29 @@ NETWORK = (
 )
 
 
+def written(folder: Path) -> Path:
+    """A recipe of DINOv3 with small views, without a backbone."""
+    text = small_recipe("dinov3")
+    assert LARGE in text
+    assert SHARP in text
+    (path := folder / "dinov3.yaml").write_text("\n".join(x for x in text.splitlines() if x[:8] != "backbone"))
+    return path
+
+
+def test_ranks_draw_the_same_positions_and_groups(tmp_path: Path) -> None:
+    """Every block moves its positions, and groups of five images lie across the border of two ranks."""
+    network = NETWORK.replace("drop_path: 0.2, ", "")
+    recipe = config.load(Recipe, written(tmp_path), ["data.train=none", network, "method.koleo_group=5"])
+    one = rehearse(recipe, (24,))
+    for two in rehearse_on_ranks({"dinov3": recipe}, [(12, 12), (15, 9)]).values():
+        assert difference(two.gradient, one.gradient) < 1e-5
+        torch.testing.assert_close(two.losses, one.losses, rtol=1e-4, atol=0)
+
+
 def test_stopping_between_the_phases_equals_no_stop(shards: Path, tmp_path: Path) -> None:
     """Epochs of ten steps: anchored from step 10 on, new Gram teachers after 12 and 14, larger views from 20 on."""
     once, twice, other = tmp_path / "once", tmp_path / "twice", tmp_path / "other"
-    text = small_recipe("dinov3")
-    (path := tmp_path / "dinov3.yaml").write_text("\n".join(x for x in text.splitlines() if x[:8] != "backbone"))
-    assert LARGE in text
-    assert SHARP in text
+    path = written(tmp_path)
     keys = [NETWORK, SIZES, "optim.epochs=3", "method.gram_start=1", "method.gram_every=0.2", *FAST]
     keys += ["method.gram_teacher=0.5", "method.koleo_weight=0.1"]
 

@@ -64,7 +64,7 @@ def test_every_method_is_seen_whole(method: str, tmp_path: Path):
     assert len(norms) == len(taken)
     assert all(torch.isfinite(torch.tensor(v)) for v in values.values())
     seen = {n.removeprefix("health/") for n in values if n.startswith("health/")}
-    assert ("same_views" in seen) == (method not in ("distill", "instdisc", "mae", "mpp", "pirl"))
+    assert ("same_views" in seen) == (method not in ("dinov3", "distill", "instdisc", "mae", "mpp", "pirl"))
     assert ("alignment" in seen) == (method not in ONE_VIEW)
     assert ("ema_distance" in seen) == bool(momentum_copies(m))
     layers = {n.removeprefix("grad/") for n in values if n.startswith("grad/")}
