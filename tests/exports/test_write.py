@@ -20,6 +20,7 @@ from eagleray.exports.source import with_own_grid
 
 TINY = VIT | {"img_size": 32}
 DINOV2 = TINY | {"init_values": 1.0, "reg_tokens": 2, "no_embed_class": True}
+ROTARY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "rope_rescale_coords": 2.0}
 NETWORKS: dict[str, dict[str, Any]] = {
     "vit": {"name": "vit_tiny_patch16_224", "options": TINY},
     "dino": {"name": "vit_tiny_patch16_224", "options": VIT, "position": "dino"},  # another size than its own
@@ -34,6 +35,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "size": 64,
     },
     "resnet18": {"name": "resnet18", "size": 64, "resize": 64},
+    "dinov3": {"name": "vit_small_patch16_dinov3", "options": ROTARY},
 }
 
 # From the file on, where the library resizes as we do; Pillow rounds otherwise.
