@@ -12,9 +12,14 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from eagleray.models.rotary import rotary, turned
+
 
 def make_resizable(model: Any, position: str) -> None:
-    """Let a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does."""
+    """Let a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does. A
+    DINOv3 of timm computes its rotary positions from the size of the grid, which timm takes for a constant."""
+    if rotary(model):
+        model._pos_embed = types.MethodType(_turn, model)
     is_vit = type(model) is VisionTransformer
     if is_vit and model.pos_embed is not None:
         model._resample = _dino if position == "dino" else _timm
@@ -32,6 +37,14 @@ def _embed(self: Any, x: Tensor) -> Tensor:
     patches = x.flatten(1, 2) + table
     before = torch.cat(prefix, 1) if prefix else patches[:, :0]
     return torch.cat([before + self.pos_embed[:, :rows] if rows else before, patches], 1)
+
+
+def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens (B, P + h * w, D) of patches (B, h, w, D), and their rotations (h * w, 2 C)."""
+    prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+    whole = torch.zeros(1, 2)
+    turns = turned(self.rope.periods, (x.shape[1], x.shape[2]), whole, whole + 1)
+    return torch.cat([*prefix, x.flatten(1, 2)], 1), turns[0]
 
 
 def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
