@@ -21,9 +21,10 @@ from eagleray.base import child
 from eagleray.base.errors import UserError, explained
 from eagleray.base.files import durable_path, write_atomic
 from eagleray.config import plugins
-from eagleray.engine.export_files import CONFIG, FILE
+from eagleray.engine.export_files import ADAPTERS, CONFIG, FILE
 from eagleray.models import variants
 from eagleray.models.backbone import ANY_SIZE, Backbone
+from eagleray.models.lora import merged
 from eagleray.models.network import Network
 from eagleray.views.preprocessing import Preprocessing
 
@@ -64,11 +65,12 @@ def to_timm(
 
     A new process loads the folder with the line of `snippet`. timm also learns the `preprocessing` of images, where it
     is known. `origin` are digests of what the weights come from, which the description keeps. Raises UserError when the
-    outputs differ.
+    outputs differ. Adapters are merged into the weights, and stored beside them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    state = {k: v.detach().cpu().contiguous() for k, v in backbone.model.state_dict().items()}
+    plain = merged(backbone)
+    state = {k: v.detach().cpu().contiguous() for k, v in plain.model.state_dict().items()}
     description = describe(network) | {"network": keys_of(network), "features": backbone.dim}
     files = {path.with_suffix(".json").name: description}
     if preprocessing:
@@ -87,6 +89,10 @@ def to_timm(
     description |= {"origin": dict(origin)} if origin else {}
     for name, content in files.items():
         write_atomic(folder / name, json.dumps(content, indent=1))
+    if plain.merged:
+        tensors = {k: v.cpu().contiguous() for k, v in plain.merged.tensors.items()}
+        with durable_path(folder / ADAPTERS, part=folder / ".part.adapters") as part:
+            save_file(tensors, part, plain.merged.about)
     path.chmod(path.with_suffix(".json").stat().st_mode)  # safetensors lets nobody else read what it writes
     return path
 

@@ -7,6 +7,7 @@ from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
 CONFIG = "config.json"  # timm creates the model from it
+ADAPTERS = "adapters.safetensors"  # what was merged into the backbone: `backbone.lora`
 HEADS = "heads.safetensors"  # the other parts of the method
 
 

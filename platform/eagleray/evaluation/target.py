@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -58,7 +58,7 @@ class Target:
     def architecture(self) -> str:
         """The digest of the backbone's settings, without its weights."""
         plugin = plugins.plugin_of(self.network.name, "backbone")
-        return digest(asdict(replace(self.network, weights=None)) | ({"plugin": plugin.sha256} if plugin else {}))
+        return digest(self.network.arguments | ({"plugin": plugin.sha256} if plugin else {}))
 
     @cached_property
     def digest(self) -> str:
@@ -165,7 +165,7 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
 
 def _build(network: Network) -> Backbone:
     torch.manual_seed(0)
-    return Backbone(**{k: v for k, v in asdict(network).items() if k != "weights"})
+    return Backbone(**network.arguments)
 
 
 def _fill(source: str, network: Network) -> Target:

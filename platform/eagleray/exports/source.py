@@ -93,6 +93,7 @@ def fresh(network: Network, trained: Backbone) -> Backbone:
     """Return a new backbone with trained weights, in evaluation mode."""
     backbone = Backbone(**keys_of(network))
     backbone.model.load_state_dict(trained.model.state_dict())
+    backbone.merged = trained.merged
     return backbone.eval()
 
 

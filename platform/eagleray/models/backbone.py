@@ -3,7 +3,7 @@
 import keyword
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import timm
 import torch
@@ -26,6 +26,9 @@ from eagleray.models.tokens import (
     packed_features,
     visible_tokens,
 )
+
+if TYPE_CHECKING:
+    from eagleray.models.lora import Adapters
 
 Head = TypeVar("Head", bound=nn.Module)
 P = ParamSpec("P")
@@ -57,6 +60,7 @@ class Backbone(nn.Module):
     micro_batch: int | None = None  # images in one forward while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
     draw = 0  # the seed of the step, from which the boxes of rotary positions follow
+    merged: "Adapters | None" = None  # adapters of `backbone.lora` that its weights now include
     held = False  # whether its weights stay as they are while other parts of a method are trained: `start.freeze`
 
     def __init__(

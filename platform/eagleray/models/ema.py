@@ -10,8 +10,20 @@ from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
 from eagleray.base.dist import local, sharded
+from eagleray.models.layer_names import in_adapter
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def frozen_weights(net: nn.Module) -> list[Tensor]:
+    """Return the weights beside the adapters of a network's backbones, which no step changes."""
+    adapted = [module for module in net.modules() if hasattr(module, "adapted")]
+    return [p for module in adapted for name, p in module.named_parameters() if not in_adapter(name)]
+
+
+def sharing_copy(net: M) -> M:
+    """Return a copy of a network that shares its `frozen_weights`."""
+    return copy.deepcopy(net, {id(p): p for p in frozen_weights(net)})
 
 
 def ema_copy(net: M) -> M:
@@ -20,7 +32,7 @@ def ema_copy(net: M) -> M:
 
     It stays in training mode, so its batch norms use the statistics of the batch.
     """
-    out = copy.deepcopy(net).requires_grad_(False)
+    out = sharing_copy(net).requires_grad_(False)
     out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # see momentum_copies
     for module in out.modules():
         if isinstance(module, DropPath):
@@ -43,11 +55,12 @@ def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are.
 
-    A backbone in `target` that is held does not follow."""
+    A backbone in `target` that is held does not follow, nor do `frozen_weights`, which both share."""
     weight = 1.0 - momentum
     targets: list[Tensor] = list(target.parameters())
     onlines: list[Tensor] = list(online.parameters())
     held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
+    held |= {id(p) for p in frozen_weights(target)}
     follows = [id(t) not in held for t in targets]
     targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
     if hasattr(target, "stored"):  # the sharded parameters: engine/sharded.py

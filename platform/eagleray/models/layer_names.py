@@ -16,6 +16,11 @@ def in_backbone(parameter: str) -> bool:
     return _BACKBONE in parameter
 
 
+def in_adapter(parameter: str) -> bool:
+    """Return whether a parameter belongs to an adapter of `backbone.lora`, by its name."""
+    return ".lora." in parameter
+
+
 def layers_of(parameters: Sequence[str]) -> tuple[list[str], list[int]]:
     """Return the names of the layers, in the order of a forward pass, and for each parameter the index of its layer."""
     names = []

@@ -1,8 +1,9 @@
 """The `backbone` section of a recipe names a timm model and the changes to it."""
 
 from dataclasses import field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
@@ -26,6 +27,17 @@ TIMM, HF = "timm:", "hf:"  # prefixes of weights that timm and the Hugging Face 
 def is_public(source: str) -> bool:
     """Return whether a source of weights is a name that timm or the Hugging Face Hub knows."""
     return source.startswith((TIMM, HF))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Lora:
+    """Low-rank adapters, described in docs/finetune.md: only they are trained, not the weights beside them."""
+
+    rank: PositiveInt = 16  # rank of the matrices that are added to the weights
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0  # they are added alpha / rank times
+    blocks: PositiveInt | None = None  # number of last blocks that get adapters; None: every block
+    # Linear layers of a block that get adapters; qkv and fc1 are all of their parts where a model divides them
+    targets: Annotated[tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1)] = ("qkv", "proj")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,5 +66,13 @@ class Network:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments with which `Backbone` builds the network, without weights."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}  # type: ignore[arg-type]
+        """Return the arguments with which `Backbone` builds the network, without weights and adapters."""
+        return {f.name: getattr(self, f.name) for f in fields(Network) if f.name != "weights"}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainedNetwork(Network):
+    """The backbone that a run trains, which may get adapters."""
+
+    # Low-rank adapters, without which all weights are trained; they need a start (docs/finetune.md#adapters)
+    lora: Lora | None = None

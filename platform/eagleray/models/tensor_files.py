@@ -39,6 +39,13 @@ WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")
 CLASS = "stands_for"  # the attribute of a stand-in that names its class
 
 
+def hash_tensors(total: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Add names, types, shapes and values of tensors to a hash of hashlib, in the order of the names."""
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
     """Read a .safetensors or PyTorch file, which a key of the recipe names.
 

@@ -280,9 +280,14 @@ def _attend_class(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Te
     rows = [attn.attn_dim, 2 * attn.attn_dim]
     w_q, w_kv = attn.qkv.weight.split(rows)
     b_q, b_kv = (None, None) if attn.qkv.bias is None else attn.qkv.bias.split(rows)
-    q = F.linear(_first(x, shapes), w_q, b_q).unflatten(1, (1, attn.num_heads, attn.head_dim)).transpose(1, 2)
+    first = _first(x, shapes)
+    q, kv = F.linear(first, w_q, b_q), F.linear(x, w_kv, b_kv)
+    if hasattr(attn.qkv, "lora"):
+        q = attn.qkv.lora.add(q, first, slice(rows[0]))
+        kv = attn.qkv.lora.add(kv, x, slice(rows[0], None))
+    q = q.unflatten(1, (1, attn.num_heads, attn.head_dim)).transpose(1, 2)
     out = []
-    for mine, part in zip(q.split([b for b, _ in shapes]), unpacked(F.linear(x, w_kv, b_kv), shapes), strict=True):
+    for mine, part in zip(q.split([b for b, _ in shapes]), unpacked(kv, shapes), strict=True):
         k, v = by_head(part, 2, attn)
         out.append(F.scaled_dot_product_attention(attn.q_norm(mine), attn.k_norm(k), v).flatten(1))
     projected: Tensor = attn.proj_drop(attn.proj(attn.norm(joined(out))))

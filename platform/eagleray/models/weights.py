@@ -13,6 +13,7 @@ from eagleray import config
 from eagleray.base.errors import UserError, explained
 from eagleray.models import hub, pixels
 from eagleray.models.backbone import Backbone
+from eagleray.models.layer_names import in_adapter
 from eagleray.models.network import HF, TIMM
 from eagleray.models.pixels import OURS, Pixels
 from eagleray.models.readings import BIAS, best, shaped, to_timm, without_class_position
@@ -109,14 +110,14 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillRe
     lacks, without which their features are others.
     """
     model = backbone.model
-    own: State = model.state_dict()
+    own: State = {k: v for k, v in model.state_dict().items() if not in_adapter(k)}
     place, state, others = best(weights.places or {"": weights.state}, model)
     moved = without_class_position(model, state, own)
     fitted = {k: v for k, v in ((k, shaped(model, k, v, own)) for k, v in moved.items()) if v is not None}
     check_finite(weights, fitted)
     resized = [k for k in fitted if fitted[k].shape != state[k].shape]
     used = {id(state[k]) for k in fitted}
-    parameters = {name: p.numel() for name, p in model.named_parameters()}
+    parameters = {name: p.numel() for name, p in model.named_parameters() if name in own}
     report = FillReport(
         weights.source,
         matched=[k for k in fitted if k not in resized],

@@ -4,10 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from eagleray.data.digests import LENGTH
+from eagleray.models.tensor_files import hash_tensors
 
 
 def digest(*parts: object) -> str:
@@ -18,9 +18,7 @@ def digest(*parts: object) -> str:
 def weights_digest(net: nn.Module, *about: object) -> str:
     """Return the digest of a network's tensors, and of further values `about` it."""
     total = hashlib.sha256(" ".join(map(str, about)).encode())
-    for name, tensor in sorted(net.state_dict().items()):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    hash_tensors(total, net.state_dict())
     return total.hexdigest()[:LENGTH]
 
 

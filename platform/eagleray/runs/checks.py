@@ -88,6 +88,7 @@ def check_method(recipe: Recipe) -> Method:
     Raises UserError when it cannot be built, when its backbone cannot take a size that the recipe asks for, and when
     keys exclude each other.
     """
+    check_lora(recipe)
     with torch.device("meta"):
         method = build_method(recipe)
         check_dropped_patches(recipe, method)
@@ -167,7 +168,16 @@ def keys_of_whole_weights(recipe: Recipe) -> list[str]:
     """Return the keys of a recipe that work with whole weights on every rank alone."""
     optim = recipe.optim
     keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
-    return [key for key, given in (keys | {"compile=true": recipe.compile is True}).items() if given]
+    keys |= {"compile=true": recipe.compile is True, "backbone.lora": recipe.backbone.lora is not None}
+    return [key for key, given in keys.items() if given]
+
+
+def check_lora(recipe: Recipe) -> None:
+    """Raises UserError when adapters would be trained beside random weights, or are to take over moments."""
+    if recipe.backbone.lora and not (recipe.start or recipe.backbone.weights):
+        raise UserError("backbone.lora: random weights would stay as they are; expected backbone.weights or start.from")
+    if recipe.backbone.lora and recipe.start and recipe.start.what == "all":
+        raise UserError("start.what=all: does not work with backbone.lora, whose adapters are new; use method")
 
 
 def check_start(recipe: Recipe, method: Method) -> None:

@@ -17,7 +17,7 @@ from eagleray.base.dist import local, norms, sharded
 from eagleray.engine.loop import Step
 from eagleray.methods.method import Method
 from eagleray.models.backbone import encoder_with
-from eagleray.models.ema import momentum_copies
+from eagleray.models.ema import frozen_weights, momentum_copies
 from eagleray.models.heads import PrototypeHead
 from eagleray.models.layer_names import in_backbone, layers_of
 from eagleray.protocols.knn import vote
@@ -52,10 +52,11 @@ class Monitor:
         device = next(method.parameters()).device
         self.layers, positions = layers_of([n for n, _ in named])
         self.layer_of = torch.tensor(positions, device=device)  # (P,)
-        self.trunk = [p for n, p in named if in_backbone(n) and p.ndim > 1]
+        self.moving = [p for n, p in named if in_backbone(n) and p.ndim > 1]
         self.copies = momentum_copies(method)
         encoder = encoder_with(method, method.monitored_backbone())
         self.bank = Bank(max(settings.bank or min(images // 10, BANK), ROWS), encoder.backbone.dim, device)
+        self.trunk = self.moving + [p for p in frozen_weights(encoder.backbone) if p.ndim > 1]
         head = encoder.head
         projector = head.projector if isinstance(head, PrototypeHead) else head
         projector.register_forward_hook(self._collect_features)
@@ -175,14 +176,14 @@ class Monitor:
             self._features.append((args[0].detach(), out.detach()))
 
     def _copy_trunk(self, *_: Any) -> None:
-        """Copy the weight matrices of the trunk before a step that will be measured."""
+        """Copy the trained weight matrices of the trunk before a step that will be measured."""
         if (self.step + 1) % self.every == 0:
-            self._before = [p.detach().clone() for p in self.trunk]
+            self._before = [p.detach().clone() for p in self.moving]
 
     def _measure_update(self, *_: Any) -> None:
         """Measure how far the step has moved the weight matrices of the trunk."""
         if self._before:
-            self._update = distance(self._before, [p.detach() for p in self.trunk])
+            self._update = distance(self._before, [p.detach() for p in self.moving], self.trunk)
             self._before = []
 
 
@@ -268,9 +269,9 @@ def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
-def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Return |a - b| / |b| for two lists of tensors, each taken as one vector."""
-    return size(torch._foreach_sub(local(a), local(b)), split=sharded(b[0])) / size(b)
+def distance(a: Sequence[Tensor], b: Sequence[Tensor], whole: Sequence[Tensor] | None = None) -> Tensor:
+    """Return |a - b| / |b| for two lists of tensors, each taken as one vector, or |a - b| / |whole|."""
+    return size(torch._foreach_sub(local(a), local(b)), split=sharded(b[0])) / size(whole or b)
 
 
 def size(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:

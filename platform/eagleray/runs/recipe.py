@@ -24,7 +24,7 @@ from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
 from eagleray.config.view import View, check_views
-from eagleray.models.network import Network, is_public
+from eagleray.models.network import Network, TrainedNetwork, is_public
 from eagleray.protocols.settings import Evaluate
 from eagleray.storage.hf_urls import unpinned
 
@@ -182,7 +182,7 @@ class Track:
 class Recipe:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # random seed of weights, sample order, crops and drop path
     method: Method
-    backbone: Network = Network()
+    backbone: TrainedNetwork = TrainedNetwork()
     # What continued pretraining begins with; None: random weights, or those of `backbone.weights` for fine-tuning.
     start: Start | None = None
     views: Annotated[tuple[View, ...], AfterValidator(check_views)]

@@ -14,6 +14,8 @@ from eagleray.engine.export import read_export
 from eagleray.engine.export_files import export_in
 from eagleray.methods.method import Method
 from eagleray.models import weights
+from eagleray.models.backbone import Backbone
+from eagleray.models.lora import merge
 from eagleray.models.network import HF, TIMM
 from eagleray.models.tensor_files import KEY, load_tensors
 from eagleray.models.weights import Weights
@@ -58,7 +60,7 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
-    """Return the method with the weights of a checkpoint's state. Raises UserError."""
+    """Return the method with the weights of a checkpoint's state, adapters merged. Raises UserError."""
     with explained(f"{path}: its recipe is not one of eagleray", yaml.YAMLError, ValueError):
         tree = yaml_text.parse(str(state["recipe"]))
     if not isinstance(tree, dict):
@@ -87,6 +89,9 @@ def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
             f"{path}: was trained with another version of the plug-in {changed[0]}, which is in "
             f"{folder / plugins.FOLDER}: the weights do not fit this one"
         ) from e
+    for part in method.modules():
+        if isinstance(part, Backbone):
+            merge(part)
     return Restored(recipe, method, folder)
 
 

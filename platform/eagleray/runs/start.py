@@ -6,7 +6,7 @@ A method's tensors are compared by common names, in which the trained encoder is
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,8 @@ def read(start: Start) -> StartSource:
     source = _read(start.source, KEY)
     if start.what != "backbone" and not source.backbones:
         raise UserError(f"{KEY}={start.source}: {source.about}, which has no heads; start.what=backbone takes it over")
-    if start.what == "all" and not (source.state and {"optimizer", "step"} <= source.state.keys()):
+    adapted = source.run and source.run.recipe.backbone.lora
+    if start.what == "all" and (adapted or not (source.state and {"optimizer", "step"} <= source.state.keys())):
         raise UserError(
             f"{KEY}={start.source}: {source.about}, whose moments and step cannot be taken over; start.what=method can"
         )
@@ -193,6 +194,8 @@ def build_started(recipe: Recipe, images: int) -> Started:
         source = read(recipe.start)
         method = build_method(recipe, lambda network: weights.fill(network, source.weights))
         method.allocate(images)
+        if recipe.backbone.lora:  # student and teacher share the weights beside the adapters: those that were exported
+            source = replace(source, backbones={})
         started = Started(method, source, [take_over(method, source, recipe.start.what)])
     else:
         reports = list[FillReport]()

@@ -4,7 +4,6 @@ A few training images are embedded at the start and again from time to time, mor
 most starts that are lost are lost. Gram anchoring keeps patches as similar to each other as at the start.
 """
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from eagleray.data.batch import Batch
 from eagleray.engine.precision import autocast
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
+from eagleray.models.ema import sharing_copy
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import labelled_samples, subset
 from eagleray.protocols.image_batches import Reading, batches
@@ -220,7 +220,7 @@ class Anchor:
     def __init__(self, recipe: Recipe, method: Method) -> None:
         """Copy the backbone that the method exports, after it has taken over what `start` names."""
         self.weight = recipe.start.anchor if recipe.start else 0.0
-        self.backbone = copy.deepcopy(method.export()).requires_grad_(False).eval() if self.weight else None
+        self.backbone = sharing_copy(method.export()).requires_grad_(False).eval() if self.weight else None
 
     def state_dict(self) -> dict[str, Any]:
         return self.backbone.state_dict() if self.backbone else {}

@@ -34,7 +34,7 @@ from eagleray.losses import softmax
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.batch_norm import sync_batch_norms
-from eagleray.models.ema import momentum_copies
+from eagleray.models.ema import frozen_weights, momentum_copies
 from eagleray.models.stages import blocks
 from eagleray.runs.accelerators import ATTENTION, CONV, FUNCTION, MATMUL, MOVE, NORM
 from eagleray.runs.as_on_gpu import as_on_gpu, exchange_moments
@@ -282,6 +282,7 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
             tracer.mark(_tensors(monitor.bank.state_dict()), BUFFERS)
             tracer.mark(method.parameters(), WEIGHTS)
             tracer.mark((p for copy, _ in momentum_copies(method) for p in copy.parameters()), TEACHER)
+            tracer.mark(frozen_weights(method), WEIGHTS)  # a teacher shares them
             tracer.mark(moments, MOMENTS)
             tracer.mark(batch.views, IMAGES)
             for p in trained:
