@@ -27,6 +27,7 @@ from eagleray.config import signature
 from eagleray.config.curriculum import Phase
 from eagleray.config.schedule import Schedule
 from eagleray.config.view import View
+from eagleray.models.network import Lora, TrainedNetwork
 from eagleray.runs import recipe
 
 DOCS = Path(__file__).parent
@@ -34,7 +35,8 @@ WRITTEN = "<!-- written by docs/reference.py -->\n\n"
 MARK = "<!-- from here on written by docs/reference.py -->\n"
 # Sections of a recipe, in the order of the page.
 SECTIONS = {
-    "backbone": recipe.Network,
+    "backbone": TrainedNetwork,
+    "backbone.lora": Lora,
     "start": recipe.Start,
     "views": View,
     "curriculum": Phase,
@@ -224,7 +226,9 @@ def keys() -> str:
 def table(kind: type, prefix: str, only: set[str] | None = None) -> str:
     """Return the table of the keys of a section."""
     out, hints = head(*COLUMNS), get_type_hints(kind, include_extras=True)
-    said = meanings(inspect.getsource(kind))
+    said: dict[str, str] = {}
+    for each in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
+        said |= meanings(inspect.getsource(each))
     for field in fields(kind):
         if only is None or field.name in only:
             name = prefix + (kind.__pydantic_fields__[field.name].alias or field.name)

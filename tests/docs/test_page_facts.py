@@ -14,6 +14,7 @@ from helpers.pages import PAGES, ROOT
 from eagleray import config
 from eagleray.base import user
 from eagleray.cluster import job_package
+from eagleray.models.network import Lora, TrainedNetwork
 from eagleray.runs import layout, recipe
 
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
@@ -62,7 +63,8 @@ def test_every_key_has_a_meaning() -> None:
     rows = re.findall(r"^\| `([\w.\[\]]+)`(?: ✓)? \| .* \| .* \| (.*) \|$", keys, re.M)
     assert [name for name, meaning in rows if not meaning.strip()] == []
     kinds = {"": recipe.Recipe, "data.": recipe.Data, "optim.": recipe.Optim, "start.": recipe.Start}
-    kinds |= {"backbone.": recipe.Network, "views[].": recipe.View, "evaluate.": recipe.Evaluate}
+    kinds |= {"backbone.": TrainedNetwork, "backbone.lora.": Lora, "views[].": recipe.View}
+    kinds |= {"evaluate.": recipe.Evaluate}
     kinds |= {"monitor.": recipe.Watch, "checkpoint.": recipe.Checkpoint, "track.": recipe.Track}
     names = {
         prefix + (kind.__pydantic_fields__[f.name].alias or f.name)

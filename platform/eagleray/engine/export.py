@@ -91,7 +91,7 @@ def to_timm(
         write_atomic(folder / name, json.dumps(content, indent=1))
     if plain.merged:
         tensors = {k: v.cpu().contiguous() for k, v in plain.merged.tensors.items()}
-        with durable_path(folder / ADAPTERS, part=folder / ".part.adapters") as part:
+        with durable_path(folder / ADAPTERS, part=folder / ".part.lora") as part:
             save_file(tensors, part, plain.merged.about)
     path.chmod(path.with_suffix(".json").stat().st_mode)  # safetensors lets nobody else read what it writes
     return path

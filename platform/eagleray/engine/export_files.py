@@ -7,7 +7,8 @@ from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
 CONFIG = "config.json"  # timm creates the model from it
-ADAPTERS = "adapters.safetensors"  # what was merged into the backbone: `backbone.lora`
+# What was merged into the backbone: `backbone.lora`. timm loads the first file by name, which has to be the backbone's.
+ADAPTERS = "lora.safetensors"
 HEADS = "heads.safetensors"  # the other parts of the method
 
 
