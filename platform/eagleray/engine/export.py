@@ -24,7 +24,6 @@ from eagleray.config import plugins
 from eagleray.engine.export_files import ADAPTERS, CONFIG, FILE
 from eagleray.models import variants
 from eagleray.models.backbone import ANY_SIZE, Backbone
-from eagleray.models.lora import merged
 from eagleray.models.network import Network
 from eagleray.views.preprocessing import Preprocessing
 
@@ -67,6 +66,8 @@ def to_timm(
     is known. `origin` are digests of what the weights come from, which the description keeps. Raises UserError when the
     outputs differ. Adapters are merged into the weights, and stored beside them.
     """
+    from eagleray.models.lora import merged  # a run needs it at its end
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     plain = merged(backbone)

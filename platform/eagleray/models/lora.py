@@ -67,7 +67,7 @@ def adapt(backbone: "Backbone", settings: Lora) -> None:
     if (count := settings.blocks or len(every)) > len(every):
         raise UserError(f"backbone.lora.blocks={count}: {name} has {len(every)} blocks")
     model.requires_grad_(False)
-    model.adapted = settings
+    model.adapted = settings  # type: ignore[assignment]
     for block in every[-count:]:
         layers = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
         for target in settings.targets:

@@ -20,7 +20,6 @@ from eagleray.methods.method import Method
 from eagleray.models import tokens
 from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import checkpoint_blocks
-from eagleray.models.lora import adapt
 from eagleray.runs import contract
 from eagleray.runs.recipe import Recipe
 
@@ -33,6 +32,8 @@ def build_method(recipe: Recipe, fill: Callable[[Backbone], object] | None = Non
     if fill:
         fill(network)
     if recipe.backbone.lora:
+        from eagleray.models.lora import adapt  # most runs train all weights
+
         adapt(network, recipe.backbone.lora)
     if recipe.method.name in register.entries("method"):
         return contract.build(recipe.method, network)
