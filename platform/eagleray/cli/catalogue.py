@@ -11,10 +11,6 @@ from eagleray.base.errors import UserError
 from eagleray.cli.options import Json, Plugins
 
 
-def register(app: typer.Typer) -> None:
-    app.command("list")(list_)
-
-
 class Kind(StrEnum):
     methods = "methods"
     backbones = "backbones"

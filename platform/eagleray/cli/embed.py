@@ -19,13 +19,6 @@ Out = Annotated[
 ]
 
 
-def register(app: typer.Typer, data: typer.Typer) -> None:
-    app.command()(embed)
-    data.command()(measure)
-    data.command()(cluster)
-    data.command("map")(data_map)
-
-
 def folder_of(out: str | None) -> str | None:
     """Return the folder of an argument such as out=FOLDER. Raises UserError for another one."""
     key, _, folder = (out or "").partition("=")

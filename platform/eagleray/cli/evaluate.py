@@ -15,12 +15,6 @@ from eagleray.base.errors import UserError
 from eagleray.cli.options import Json, Plugins
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command. Unknown options are accepted: they are settings of protocols, which only the protocols can
-    check."""
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
-
-
 class Format(StrEnum):
     text = "text"
     markdown = "markdown"

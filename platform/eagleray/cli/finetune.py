@@ -11,10 +11,6 @@ from eagleray.cli.options import Json, MaxHours, Overrides, Plugins, RecipeName
 from eagleray.cli.outcome import show_run
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(finetune)
-
-
 def finetune(
     weights: Annotated[
         str,

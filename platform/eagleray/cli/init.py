@@ -42,10 +42,6 @@ RENTED = ("l4", "h100")  # kinds of GPU whose hours are said where this machine 
 MANY = 10**6  # images; from here on a folder is slow to list and to read
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(init)
-
-
 def init(
     data: Annotated[
         str, typer.Argument(help="Shards or a folder of images. `init` examines some hundred of the images.")

@@ -26,13 +26,6 @@ Address = Annotated[
 Id = Annotated[str, typer.Argument(help="Id of the run, as `eagleray jobs` shows it.", metavar="ID")]
 
 
-def register(app: typer.Typer) -> None:
-    # The options of the command that is submitted are its own, and are checked by it.
-    app.command(context_settings={"ignore_unknown_options": True})(submit)
-    for command in (jobs, logs, stop):
-        app.command()(command)
-
-
 def submit(
     name: Annotated[
         str,

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(help="Describe, measure, cluster and show a set of shards.", no_args_is_help=True)
-app.add_typer(data, name="data")
+app.add_typer(data, name="data", rich_help_panel="Images")
 
 
 def print_version(wanted: bool) -> None:
@@ -54,7 +55,6 @@ def options(
     """Pretrain vision transformers without labels, straight from WebDataset shards."""
 
 
-@app.command()
 def pretrain(
     name: RecipeName,
     overrides: Overrides = None,
@@ -77,7 +77,6 @@ def pretrain(
     show_run(run, as_json)
 
 
-@app.command()
 def shard(
     folder: Annotated[
         str,
@@ -94,7 +93,6 @@ def shard(
     show_card(kind, folder, destination, size=size, workers=0)
 
 
-@app.command()
 def index(
     url: Annotated[
         str,
@@ -118,7 +116,6 @@ def index(
             out.print(line, markup=False)
 
 
-@app.command()
 def prepare(
     source: Annotated[
         str,
@@ -286,7 +283,6 @@ class Library(StrEnum):
     torch_export = "torch.export"
 
 
-@app.command()
 def export(
     checkpoint: Annotated[
         str,
@@ -318,7 +314,6 @@ def export(
     out.print(f"differs   {written.difference}\nload it   {written.line}", markup=False)
 
 
-@app.command()
 def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) -> None:
     """Print a recipe as YAML with every default written out. Plug-ins are loaded only if --plugin names them."""
     from eagleray import config
@@ -335,41 +330,28 @@ def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) 
         print(config.dump(resolved), end="")
 
 
-catalogue.register(app)
-embed.register(app, data)
-evaluate.register(app)
-finetune.register(app)
-init.register(app)
-jobs.register(app)
-plan.register(app)
-report_cli.register(app)
-tune.register(app)
+data.command()(embed.measure)
+data.command()(embed.cluster)
+data.command("map")(embed.data_map)
 
-
-# The commands as `eagleray --help` shows them: by task, in the order in which a user needs them.
-GROUPS = {
-    "Images": ("shard", "index", "prepare", "data"),
-    "Recipes": ("init", "list", "show", "plan"),
-    "Training": ("pretrain", "finetune", "tune"),
-    "Runs": ("runs", "report", "watch", "track"),
-    "Backbones": ("evaluate", "embed", "export"),
-    "Clusters": ("submit", "jobs", "logs", "stop"),
+# As `eagleray --help` shows them: by task, in the order in which a user needs them.
+GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
+    "Images": (shard, index, prepare),
+    "Recipes": (init.init, catalogue.list_, show, plan.plan),
+    "Training": (pretrain, finetune.finetune, tune.tune),
+    "Runs": (report_cli.runs, report_cli.report, report_cli.watch, report_cli.track),
+    "Backbones": (evaluate.evaluate, embed.embed, export),
+    "Clusters": (jobs.submit, jobs.jobs, jobs.logs, jobs.stop),
 }
-
-
-def group_commands() -> None:
-    """Put every command into its group. Raises KeyError for a command that has none."""
-    group_of = {name: group for group, names in GROUPS.items() for name in names}
-    order = list(group_of)
-    for command in app.registered_commands:
-        command.name = command.name or getattr(command.callback, "__name__", "")
-        command.rich_help_panel = group_of[str(command.name)]
-    for typer_group in app.registered_groups:
-        typer_group.rich_help_panel = group_of[typer_group.name or ""]
-    app.registered_commands.sort(key=lambda command: order.index(command.name or ""))
-
-
-group_commands()
+# Unknown options are settings of protocols, or options of the command that is submitted, which check them.
+OPEN: Mapping[Callable[..., None], dict[str, bool]] = {
+    evaluate.evaluate: {"allow_extra_args": True, "ignore_unknown_options": True},
+    jobs.submit: {"ignore_unknown_options": True},
+}
+for panel, commands in GROUPS.items():
+    for command in commands:
+        settings = OPEN.get(command)
+        app.command(command.__name__.rstrip("_"), rich_help_panel=panel, context_settings=settings)(command)
 
 
 def main() -> Any:

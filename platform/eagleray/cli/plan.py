@@ -23,10 +23,6 @@ def garbage_kept() -> Iterator[None]:
         gc.enable()
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(plan)
-
-
 def plan(
     name: RecipeName,
     overrides: Overrides = None,

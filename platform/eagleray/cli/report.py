@@ -14,13 +14,6 @@ from eagleray.base.text import aligned
 from eagleray.cli.options import Json
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(report)
-    app.command()(runs)
-    app.command()(track)
-    app.command()(watch)
-
-
 def report(
     runs: Annotated[
         list[str],

@@ -11,10 +11,6 @@ from eagleray.base.console import silence
 from eagleray.cli.options import Json, Plugins, complete_sweep
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(tune)
-
-
 def tune(
     name: Annotated[
         str,
