@@ -4,7 +4,7 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -56,7 +56,8 @@ def runs(
     if as_json:
         print(json.dumps([asdict(run) for run in found], default=str))
         return
-    losses = {} if best or metric or all(run.best is not None for run in found) else losses_of(folder)
+    unscored = not (best or metric) and any(run.best is None for run in found)
+    losses = {run.name: run for run in (eagleray.list_runs(folder, LOSS) if unscored else ())}
     rows: list[tuple[str, ...]] = [("RUN", "METHOD", "STATE", "STEP", f"BEST {wanted}", "LAST", "SINCE")]
     for run in found:
         steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
@@ -66,13 +67,6 @@ def runs(
         rows.append((run.name, run.method, run.state, steps, *scores, since))
     for line in aligned(rows):
         console.print(line, markup=False, soft_wrap=True)
-
-
-def losses_of(folder: str) -> dict[str, Any]:
-    """Return the runs in a folder by name, with their losses as scores."""
-    from eagleray.runs.metrics import LOSS
-
-    return {run.name: run for run in eagleray.list_runs(folder, LOSS)}
 
 
 def track(run: Annotated[str, typer.Argument(help="Folder or s3:// URL of a run.")]) -> None:

@@ -23,7 +23,7 @@ def explain(error: Any) -> UserError:
     option = getattr(error, "option_name", "")
     takes_keys = context and any(p.name == "overrides" for p in context.command.params)
     if type(error).__name__ == "NoSuchOption" and takes_keys:
-        key, value = _key_of(option.lstrip("-")), _value_of(option)
+        key, value = _key_of(option.lstrip("-")), next(_values(option), "VALUE")
         return UserError(f"{option}: no such option; keys of the recipe are KEY=VALUE, without dashes: {key}={value}")
     said = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     if type(error).__name__ == "MissingParameter" and "RECIPE" in said:
@@ -43,12 +43,8 @@ def _key_of(word: str) -> str:
     return RENAMED.get(word) or next(iter(keys_named(word, Recipe)), word)
 
 
-def _value_of(option: str) -> str:
-    """Return what follows an option on the command line, or VALUE."""
-    return next(_values(option), "VALUE")
-
-
 def _values(option: str) -> Iterator[str]:
+    """Yield what follows an option on the command line, each time that it is given."""
     for word, following in zip(sys.argv[1:], [*sys.argv[2:], "VALUE"], strict=True):
         if word.startswith(f"{option}="):
             yield word.partition("=")[2]
