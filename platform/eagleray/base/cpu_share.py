@@ -11,15 +11,10 @@ def give_cpus(count: float) -> None:
     os.environ[NAME] = f"{count:g}"
 
 
-def given_cpus() -> float | None:
-    """Return how many CPUs this process was given, or None if it was given none in particular."""
-    return float(os.environ[NAME]) if NAME in os.environ else None
-
-
 def cpus() -> float:
     """Return how many CPUs this process may use: those that it was given, or else the machine's, of which each rank
     that torchrun started on it has its share."""
-    if (given := given_cpus()) is not None:
-        return given
+    if NAME in os.environ:
+        return float(os.environ[NAME])
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return usable / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

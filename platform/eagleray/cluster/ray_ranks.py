@@ -161,10 +161,6 @@ class Rank:
         backend = f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}" if self.gpus else "gloo"
         store = td.TCPStore(*address, is_master=False)
         td.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
-        result = function(task, lines.put if self.rank == 0 else _silent)
+        result = function(task, lines.put if self.rank == 0 else lambda _: None)  # all ranks say the same
         td.barrier()  # no rank leaves while another one still talks to it
         return bytes(cloudpickle.dumps(result)) if self.rank == 0 else b""
-
-
-def _silent(line: str) -> None:
-    """Note nothing: all ranks say the same."""

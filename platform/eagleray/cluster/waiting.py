@@ -72,7 +72,8 @@ class Waiting:
         """Return in words what the cluster has, and what of it is free."""
         nodes = sum(bool(n["Alive"]) for n in self.ray.nodes())
         kinds: list[str] = [k for k in ("CPU", "GPU") if k in self.each]
-        total, free = ({k: found.get(k, 0.0) for k in kinds} for found in self._amounts())
+        known = self.ray.cluster_resources(), self.ray.available_resources()
+        total, free = ({k: found.get(k, 0.0) for k in kinds} for found in known)
         line = f"the cluster has {nodes} node(s) with {amounts(total)}, of which {amounts(free)} are free"
         return line + OTHERS * self._kept_away(free)
 
@@ -85,9 +86,6 @@ class Waiting:
         kept, each = self.kept(), self.each.items()
         too_few = kept is not None and any(kept.get(k, 0) < self.least * v for k, v in each)
         return too_few and all(free[k] >= v for k, v in each) and self._fits()
-
-    def _amounts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        return self.ray.cluster_resources(), self.ray.available_resources()
 
     def _groups(self) -> dict[str, Any]:
         """Return Ray's table of placement groups: each group of workers is one, of which Ray starts all or none."""

@@ -10,7 +10,6 @@ from eagleray.base.errors import UserError
 from eagleray.config.curriculum import PhaseViews
 from eagleray.data.loader_processes import processes
 from eagleray.engine.precision import DTYPES
-from eagleray.models.backbone import Backbone
 from eagleray.runs.accelerators import Accelerator, Rates, agree_seconds, reduce_seconds, stated_rates
 from eagleray.runs.build import build_backbone
 from eagleray.runs.recipe import Recipe
@@ -318,18 +317,14 @@ def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
 def smaller_batches(recipe: Recipe, devices: Devices, data: TrainingSet) -> Iterator[tuple[int, Forecast]]:
     """Yield smaller micro-batches, each with its forecast; none for a backbone whose batch norm needs the whole
     batch."""
-    if _meta_backbone(recipe).batch_norm:
-        return
     o = recipe.optim
+    with torch.device("meta"):
+        if build_backbone(replace(recipe, optim=replace(o, micro_batch=None))).batch_norm:
+            return
     size = min(o.micro_batch if isinstance(o.micro_batch, int) else o.batch, -(-o.batch // devices.ranks))
     for smaller in (size // 4, size // 16, size // 64):
         if smaller:
             yield smaller, forecast(replace(recipe, optim=replace(o, micro_batch=smaller)), devices, data)
-
-
-def _meta_backbone(recipe: Recipe) -> Backbone:
-    with torch.device("meta"):
-        return build_backbone(replace(recipe, optim=replace(recipe.optim, micro_batch=None)))
 
 
 def refusal(found: Forecast) -> UserError:

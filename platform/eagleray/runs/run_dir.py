@@ -94,7 +94,7 @@ class RunDir:
             scratch=self.scratch,
             first=self.mirror.copy if self.mirror else self.store.flush,
             epoch=self.epoch,
-            guard=self.claim.check if self.claim else _nothing,
+            guard=self.claim.check if self.claim else lambda: None,
         )
         self._at_end(self.writer.wait)
         handler = LogFile(self.path / layout.LOG)
@@ -376,7 +376,3 @@ def is_full(error: BaseException) -> bool:
 def _of_disk(error: OSError) -> str:
     """Say which file could not be written, where that is known, and why."""
     return (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
-
-
-def _nothing() -> None:
-    """Allow all."""

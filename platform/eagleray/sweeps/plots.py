@@ -93,7 +93,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
         axes.axvline(x, color=GREY, linewidth=0.8, zorder=0)
         for y, text in scales[c].ticks():
             axes.text(x + 0.03, y, text, fontsize=7.5, color=INK, va="center", bbox=PAPER)
-    axes.set_xticks(range(len(columns)), [wrap_key(c) for c in columns], fontsize=8.5)
+    axes.set_xticks(range(len(columns)), [c.replace(".", ".\n").replace("/", "/\n") for c in columns], fontsize=8.5)
     axes.set_xlim(-0.1, len(columns) - 0.55)
     axes.set_ylim(-0.06, 1.06)
     axes.set_yticks([])
@@ -236,11 +236,6 @@ def title(study: Study) -> str:
     best = study.best()
     text = f"{study.name}: {len(study.rows)} trials"
     return text + (f", best {best['id']} with {study.sweep.objective.key} {best['metric']:.4g}" if best else "")
-
-
-def wrap_key(key: str) -> str:
-    """Return a dotted key on several lines, for the label of an axis."""
-    return key.replace(".", ".\n").replace("/", "/\n")
 
 
 def save(figure: Any, path: Path) -> Path:
