@@ -31,7 +31,7 @@ def check_method_class(entry: register.Entry) -> None:
         create_model(entry.name, **signature.from_import(target))  # type: ignore[call-overload]
     except (PydanticUserError, NameError) as e:
         raise PluginError(
-            f"{where}: __init__: a parameter has a type that recipes do not support: {_said(e)}"
+            f"{where}: __init__: a parameter has a type that recipes do not support: {first_line(e)}"
         ) from None
 
 
@@ -56,7 +56,7 @@ def foreign_code(what: str) -> Iterator[None]:
     except (UserError, Outage):
         raise
     except Exception as e:
-        raise PluginError(f"{what}: {type(e).__name__}: {_said(e)}") from e
+        raise PluginError(f"{what}: {type(e).__name__}: {first_line(e)}") from e
 
 
 def _name(entry: register.Entry) -> str:
@@ -64,6 +64,6 @@ def _name(entry: register.Entry) -> str:
     return f"method {entry.name!r} of the plug-in {entry.module}"
 
 
-def _said(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0]

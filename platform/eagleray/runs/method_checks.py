@@ -26,7 +26,7 @@ from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.checks import check_method
-from eagleray.runs.contract import foreign_code
+from eagleray.runs.contract import first_line, foreign_code
 from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe, Watch
 from eagleray.runs.start_guard import Anchor
@@ -224,7 +224,7 @@ def _rank(
         if rank == 0:
             torch.save(done, f"{scratch}/rehearsals.pt")
     except Exception as e:
-        Path(scratch, f"{rank}.error").write_text(f"{type(e).__name__}: {_said(e)}")
+        Path(scratch, f"{rank}.error").write_text(f"{type(e).__name__}: {first_line(e)}")
         raise
     torch.distributed.destroy_process_group()
 
@@ -338,8 +338,3 @@ def _line(error: BaseException, method: Method) -> str:
     file = inspect.getsourcefile(type(method))
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({Path(file or '').name}, line {lines[-1]})" if lines else ""
-
-
-def _said(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0]
