@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator
-from functools import partial
 from pathlib import PurePosixPath
 
 import pyarrow as pa
@@ -27,11 +26,8 @@ def openimages(options: PrepareOptions) -> SourceFiles:
     images = [b for b in files.list_tree(folder) if is_image(b.url)]
     if not images:
         raise UserError(f"--images {folder}: contains no image files")
-    return SourceFiles([table, *images], partial(_listing, table, images, options.split))
-
-
-def _listing(table: Blob, images: list[Blob], split: str) -> Listing:
-    return Listing(_items(table, {PurePosixPath(b.url).stem: b for b in images}, split))
+    by_id = {PurePosixPath(b.url).stem: b for b in images}
+    return SourceFiles([table, *images], lambda: Listing(_items(table, by_id, options.split)))
 
 
 def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:

@@ -171,7 +171,7 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""
             value = cells.pop(LABEL, None) if labelled else None
             label = -1 if value is None or math.isnan(value) else max(int(value), -1)
-            meta = metadata_json(_plain(cells))
+            meta = metadata_json({k: _plain(v) for k, v in cells.items()})
             meta_bytes += len(meta or "")
             if meta_bytes > MOST_TEXT:
                 raise UserError(f"{blob.url}: the columns beside {column} have more than {MOST_TEXT} bytes")
@@ -197,12 +197,8 @@ def _column_bytes(group: Any, column: str) -> int:
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == column)
 
 
-def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Convert cells that JSON cannot hold, such as dates, decimals and infinity, to text; NaN stands for nothing."""
-    return {k: _plain_cell(v) for k, v in cells.items()}
-
-
-def _plain_cell(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Convert a cell that JSON cannot hold, such as a date, a decimal or infinity, to text; NaN stands for nothing."""
     if isinstance(value, float) and math.isnan(value):
         return None
     plain = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
