@@ -14,38 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The distributions of pyproject.toml, and what is imported of each.
-MODULES = {
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "timm": "timm",
-    "numpy": "numpy",
-    "pillow": "PIL",
-    "opencv-python-headless": "cv2",
-    "pyarrow": "pyarrow",
-    "duckdb": "duckdb",
-    "scipy": "scipy",
-    "scikit-learn": "sklearn",
-    "isal": "isal",
-    "simplejpeg": "simplejpeg",
-    "urllib3": "urllib3",
-    "braceexpand": "braceexpand",
-    "platformdirs": "platformdirs",
-    "psutil": "psutil",
-    "matplotlib": "matplotlib",
-    "faster-coco-eval": "faster_coco_eval",
-    "huggingface_hub": "huggingface_hub",
-    "jinja2": "jinja2",
-    "pydantic": "pydantic",
-    "pyyaml": "yaml",
-    "safetensors": "safetensors",
-    "rich": "rich",
-    "typer": "typer",
-    "webdataset": "webdataset",
-    "boto3": "boto3",
-    "mlflow": "mlflow",
-    "ray": "ray",
-}
+# The distributions of pyproject.toml, and what is imported of each: a module of the same name, or of another.
+SAME = """
+torch torchvision timm numpy pyarrow duckdb scipy isal simplejpeg urllib3 braceexpand platformdirs psutil matplotlib
+huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow ray
+"""
+MODULES = {name: name for name in SAME.split()} | {"pillow": "PIL", "opencv-python-headless": "cv2", "pyyaml": "yaml"}
+MODULES |= {"scikit-learn": "sklearn", "faster-coco-eval": "faster_coco_eval"}
 VMSTAT = Path("/proc/vmstat")
 LOOK = 10.0  # seconds between two looks at it
 
