@@ -26,11 +26,9 @@ BASES: Mapping[str, str] = {
     "byol": "byol_vits16_in1k_ep300",
     "simclr": "simclr_vits16_in1k_ep300",
     "swav": "swav_vits16_in1k_ep300",
-    "moco": "moco_resnet50_in1k_ep200",
     "lejepa": "lejepa_vits16_in1k_ep100",
     "esvit": "esvit_swint_in1k_ep300",
     "moby": "moby_swint_in1k_ep300",
-    "selfpatch": "selfpatch_vits16_in1k_ep200",
     "selfpatch_moby": "selfpatch_moby_vitxs16_coco_ep200",
 }
 LABELLED = ("supervised", "drloc")
