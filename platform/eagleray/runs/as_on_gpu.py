@@ -82,11 +82,20 @@ def widened(x: Any) -> Any:
 
 
 def exchange_moments(module: nn.Module) -> None:
-    """Let the batch norms of a module exchange what those over all ranks do on a GPU. PyTorch's own layer for it takes
-    no tensors of a CPU."""
+    """Let the batch norms of a module, in place, exchange what those over all ranks do on a GPU. PyTorch's own layer
+    for it takes no tensors of a CPU."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            part.register_forward_pre_hook(lambda norm, args: _Exchange.apply(*args) if norm.training else None)
+            part.__class__ = type("Exchanging", (_Exchanging, type(part)), {})
+
+
+class _Exchanging(nn.SyncBatchNorm):
+    """The exchanges of PyTorch's layer, and then the computation of the layer that it stands for. `models.batch_norm`
+    takes it for one over all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (B, C, ...)."""
+        return super(nn.SyncBatchNorm, self).forward(_Exchange.apply(x) if self.training else x)  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):

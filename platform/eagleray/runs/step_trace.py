@@ -173,9 +173,7 @@ class Tracer(TorchDispatchMode):
         for t in outs:
             self._add(t)
         if func.namespace == "c10d":
-            largest = max(t.nbytes for t in _tensors(args))
-            # Where nothing is summed up, as in a gather, half as much is sent.
-            self.exchanges[largest if "reduce" in func._schema.name else largest // 2] += 1
+            self.exchanges[exchanged(func, args)] += 1
         elif works(func):
             self._count(func, args, kwargs, out, outs)
         return out
@@ -194,6 +192,13 @@ class Tracer(TorchDispatchMode):
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         self.flops += 0 if again else flops
         self.repeated += flops if again else 0
+
+
+def exchanged(func: Any, args: Any) -> int:
+    """Return the bytes that an exchange between ranks would sum up if it took as long: where nothing is summed up, as
+    in a gather, half as much is sent."""
+    largest = max(t.nbytes for t in _tensors(args))
+    return largest if "reduce" in func._schema.name else largest // 2
 
 
 @functools.cache
