@@ -14,20 +14,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from eagleray.base import devices, fork_server
+from eagleray.config.channels import planes
 from eagleray.data.batch import Batch
 from eagleray.data.loader_processes import LoaderWatch, loaded
 from eagleray.data.order import Share, rank_rows, rows
-from eagleray.data.packed import Crops, on_device, packs
+from eagleray.data.packed import MOST, Crops, Packer, on_device, packs
 from eagleray.data.quarantine import BadSample
-from eagleray.data.reader import StepPart, Stream, size_groups
+from eagleray.data.reader import StepPart, Stream, pixel_buffer, size_groups
 from eagleray.data.shared_lane import Leader, SharedLane
-from eagleray.views import photometric
+from eagleray.views import photometric, sampling
 from eagleray.views.crop_batch import crop_batch
+from eagleray.views.sampling import EXTRA_WIDTH, NEW_WIDTH, WIDTH
 
 T = TypeVar("T")
 POLL = 0.5  # seconds between two calls of `should_stop`
@@ -106,6 +109,24 @@ class Loader:
             if step is None:
                 return
             yield step
+
+    def heaviest(self) -> StepPart:
+        """Return a part with all of this rank's rows that takes the most memory of the device: its images are as large
+        as they may travel, and their views have every operation that a recipe may draw for them."""
+        views, rows, channels = self.stream.views, self.rows[self.rank], planes(self.stream.index.channels)
+        lowest, more = (np.zeros((rows, len(views.views), width)) for width in (WIDTH, EXTRA_WIDTH + NEW_WIDTH))
+        params = torch.from_numpy(sampling.photometrics(views, lowest, more).swapaxes(0, 1).copy())
+        part = StepPart([], params, torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long))
+        if not self.stream.packed:
+            part.pixels = [pixel_buffer(n, rows, channels, size, size) for n, size in size_groups(views)]
+            return part
+        packer, side = Packer(views, channels), math.isqrt(int(MOST * (views.size**2).sum()))
+        packer.begin(views, rows)
+        for _ in range(rows):
+            image = torch.zeros(channels, side, side, dtype=torch.uint8)
+            packer.add(image, np.tile([0, 0, side, side], (len(views.views), 1)))
+        part.packed = packer.end(pixel_buffer)
+        return part
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
         """Join the parts of a step, one from each reader, on the device. Raises the error that a part carries."""

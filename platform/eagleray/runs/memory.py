@@ -16,7 +16,7 @@ from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch, whole_boxes
-from eagleray.data.loader import rows
+from eagleray.data.loader import Loader, rows
 from eagleray.engine.precision import Precision
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -79,12 +79,14 @@ def choose_micro_batch(
     rows: tuple[int, ...],
     model: nn.Module | None = None,
     allocated: int = 0,
+    loader: Loader | None = None,
 ) -> int | None:
     """Return the images that pass through the backbone at once, the same on all ranks; None: all of them.
 
     `rows` has the number of images of every rank, and `model` is what a step calls where that is more than the method.
-    `allocated` is the bytes of the optimiser's moments that are there already, as after a checkpoint was read. Weights,
-    buffers and random numbers are as before. Called by all ranks together.
+    `allocated` is the bytes of the optimiser's moments that are there already, as after a checkpoint was read. `loader`
+    is what the batches come from, which take memory before they are trained on. Weights, buffers and random numbers are
+    as before. Called by all ranks together.
     """
     device = next(method.parameters()).device
     if why := unmeasured(method, device):
@@ -96,6 +98,7 @@ def choose_micro_batch(
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
     later = moments + trained * (len(rows) > 1)  # and DDP's buckets
+    later += bytes_ahead(loader) if loader else 0
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))
     most = max(n for n, _ in groups)
@@ -111,6 +114,17 @@ def unmeasured(method: Method, device: torch.device) -> str:
     if device.type == "cpu":
         return "a CPU's memory is not measured"
     return "" if devices.memory_size(device) else f"PyTorch does not tell how much memory a {device.type} device has"
+
+
+def bytes_ahead(loader: Loader) -> int:
+    """Return the bytes that batches take on a device beside the one that is trained on: one is ready, and another is
+    cropped and coloured meanwhile, which is measured on the heaviest one. None where the device has one stream."""
+    if not devices.has_streams(loader.device):
+        return 0
+    reset_peak(loader.device)
+    before = peak_memory(loader.device)
+    batch, _ = loader.assemble((loader.heaviest(),))
+    return peak_memory(loader.device) - before + sum(view.nbytes for view in batch.views)
 
 
 def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:

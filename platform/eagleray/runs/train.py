@@ -45,7 +45,7 @@ def train(run: RankRun, start: int) -> int:
         crops=plan.recipe.data.crops,
     )
     if plan.recipe.optim.micro_batch == "auto":
-        fit_micro_batch(run, start, loader.rows)
+        fit_micro_batch(run, start, loader)
     run.monitor.step = step = start
     cadence, quarantine = Cadence(plan, start), open_quarantine(run)
     ranks = Agreement(world, folder, quarantine, cadence)
@@ -144,11 +144,11 @@ def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> 
     return own
 
 
-def fit_micro_batch(run: RankRun, start: int, rows: tuple[int, ...]) -> None:
+def fit_micro_batch(run: RankRun, start: int, loader: Loader) -> None:
     """Let the backbones take as many images at once as fit into memory."""
     moments = sum(v.nbytes for s in run.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
     model, at = run.anchor.joined(run.method), run.plan.at(start)
-    size = choose_micro_batch(run.plan.recipe, run.method, run.precision, at, rows, model, moments)
+    size = choose_micro_batch(run.plan.recipe, run.method, run.precision, at, loader.rows, model, moments, loader)
     set_micro_batch(run.method, size)
     run.monitor.forget()
 
