@@ -74,6 +74,8 @@ NARROW: dict[str, dict[str, Any]] = {
 FEW = {"dim": 16, "hidden": 32, "region_hidden": 32, "patch_hidden": 32, "bottleneck": 16, "prototypes": 64}
 FEW |= {"patch_prototypes": 32, "queue": 64, "negatives": 16, "norm_group": 2, "heads": 3}
 FEW |= {"embedding": 16, "slices": 32, "decoder_dim": 32, "decoder_heads": 4}
+# A step of these draws Mixup, which the plan counts, or CutMix, which has two operations fewer.
+MIXING = ("drloc", "supervised")
 
 
 class Counter(TorchDispatchMode):
@@ -119,7 +121,8 @@ def narrow(method: str) -> Recipe:
     r = recipe.load(RECIPES[method], ["workers=0", f"optim.batch={BATCH}", f"data.lanes={BATCH}"])
     options = next(v for k, v in reversed(NARROW.items()) if r.backbone.name.startswith(k))
     network = replace(r.backbone, options={**r.backbone.options, **options})
-    few = {k: v for k, v in FEW.items() if r.method.args.get(k)}
+    few: dict[str, Any] = {k: v for k, v in FEW.items() if r.method.args.get(k)}
+    few |= {"cutmix": 0.0} if method in MIXING else {}
     return replace(r, backbone=network, method=replace(r.method, args=r.method.args | few))
 
 

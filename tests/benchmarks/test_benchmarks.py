@@ -375,6 +375,12 @@ def test_dispatch_counts_a_step_that_never_waits(bare: Bare) -> None:
     assert counted["planned"] == counted["kernels"] < counted["operations"]
 
 
+@pytest.mark.slow
+def test_a_plan_has_the_operations_of_deep_networks_whose_images_are_mixed(bare: Bare) -> None:
+    for row in result(bare, "dispatch.py", "--methods", "supervised", "drloc")["methods"].values():
+        assert row["planned"] == row["kernels"]
+
+
 def test_dispatch_leaves_no_method_out() -> None:
     text = (BENCHMARKS / "dispatch.py").read_text()
     assert [name for name in METHODS if f'    "{name}": "' not in text] == []
