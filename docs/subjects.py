@@ -2,25 +2,26 @@
 
     python docs/subjects.py
 
-Commits before BASE were made before this rule.
+Commits whose author's date is before SINCE were made before this rule.
 """
 
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 
-BASE = "c18840120321"
+SINCE = datetime.fromisoformat("2026-11-29T11:00:00+00:00")
 LONGEST = 72  # characters
 
 
-def too_long(base: str = BASE) -> Iterator[str]:
-    """Yield a line for each commit since the base whose subject is too long; none where git does not know the base."""
-    command = ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
+def too_long(since: datetime = SINCE) -> Iterator[str]:
+    """Yield a line for each commit since then whose subject is too long; none where there is no git repository."""
+    command = ["git", "log", "--no-merges", "--format=%at %h %s"]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
-        subject = line.partition(" ")[2]
-        if len(subject) > LONGEST:
-            yield f"{line}: {len(subject)} characters; a commit's subject has at most {LONGEST}"
+        date, commit, subject = line.split(" ", 2)
+        if int(date) >= since.timestamp() and len(subject) > LONGEST:
+            yield f"{commit} {subject}: {len(subject)} characters; a commit's subject has at most {LONGEST}"
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def test_a_long_subject_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q"], check=True)
-    for subject in ("x" * 100, "y" * 72, "z" * 73 + "\n\nA body of any length. " * 9):
-        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
-    [line] = subjects.too_long("HEAD~2")
+    for subject, day in (("x" * 100, 28), ("y" * 72, 30), ("z" * 73 + "\n\nA body of any length. " * 9, 30)):
+        date = f"2026-11-{day}T00:00:00+00:00"
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "--date", date, "-m", subject], check=True)
+    [line] = subjects.too_long()
     assert line.split()[1] == "z" * 73 + ":"
     assert line.endswith("73 characters; a commit's subject has at most 72")
-    assert list(subjects.too_long("0123456789ab")) == []
