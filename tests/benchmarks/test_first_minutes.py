@@ -36,7 +36,7 @@ COMMANDS = [
     "in_place.py",
     "kernels.py prototypes windows --share 0.1",
     "lambda_search.py untrained:timm:resnet18 DATA/cifar10",
-    "loader_memory.py",
+    "loader_memory.py --figure OUT.png",
     "methods.py",
     "monitors.py",
     "peers.py",
@@ -83,10 +83,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def changed() -> str:
+    return subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_first_minute(command: str, data: Path, tmp_path: Path) -> None:
+    """The checkout stays as it was: results are kept by who asks for it, and `make test-all` goes on by the tree."""
+    before = changed()
     program, *words = command.replace("DATA", str(data)).replace("OUT", str(tmp_path / "out")).split()
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(
@@ -108,4 +114,5 @@ def test_first_minute(command: str, data: Path, tmp_path: Path) -> None:
         log.seek(0)
         said = log.read()
     assert status == 0, said
+    assert changed() == before
     assert not re.search(r"^(Traceback|error: )", said, re.M), said
