@@ -77,6 +77,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from eagleray.engine import checkpoint
+from eagleray.storage.store import STORES
 place, scratch, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 draw = random.Random(size)
@@ -98,6 +99,7 @@ for number in range(10):
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
+        STORES.pop("s3", None)  # else both processes read answers from one connection
         try:
             train(theirs)
         finally:
