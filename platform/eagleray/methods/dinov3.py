@@ -5,7 +5,6 @@ images, V views without those of the Gram teacher, N patches of a large crop, n 
 P of patches, D channels.
 """
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ from eagleray.losses.prototypes import H, assignment_stats, match_views
 from eagleray.losses.sinkhorn import sinkhorn_center
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
-from eagleray.models.ema import ema_copy, ema_update
+from eagleray.models.ema import ema_copy, ema_update, sharing_copy
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
 ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches of a block, as in the authors' code
@@ -76,7 +75,7 @@ class DINOv3(Method):
         patch_head = make(patch_prototypes, hidden=patch_hidden, bottleneck=patch_bottleneck)
         self.student = MaskedEncoder(backbone, head, patch_head)
         self.teacher = ema_copy(self.student)
-        self.gram = None if gram_start is None else copy.deepcopy(self.teacher.backbone)
+        self.gram = None if gram_start is None else sharing_copy(self.teacher.backbone)
         self.copied: list[float] = []  # epochs after which the teacher becomes the Gram teacher
         if gram_start is not None:
             first = gram_start if gram_teacher is None else gram_teacher

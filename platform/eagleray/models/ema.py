@@ -39,7 +39,7 @@ def ema_copy(net: M) -> M:
             module.drop_prob = 0.0
         elif isinstance(module, PatchDropout):
             module.prob = 0.0
-        elif hasattr(module, "aug_active"):  # of timm's rotary positions
+        elif hasattr(module, "aug_active"):  # only timm's rotary positions have this switch
             module.aug_active = False  # type: ignore[assignment]
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -55,13 +55,12 @@ def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are.
 
-    A backbone in `target` that is held does not follow, nor do `frozen_weights`, which both share."""
+    A backbone in `target` that is held does not follow, nor does a parameter that both share."""
     weight = 1.0 - momentum
     targets: list[Tensor] = list(target.parameters())
     onlines: list[Tensor] = list(online.parameters())
     held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
-    held |= {id(p) for p in frozen_weights(target)}
-    follows = [id(t) not in held for t in targets]
+    follows = [t is not o and id(t) not in held for t, o in zip(targets, onlines, strict=True)]
     targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
     if hasattr(target, "stored"):  # the sharded parameters: engine/sharded.py
         mine, theirs = (local(compress(net.stored, follows)) for net in (target, online))  # type: ignore[arg-type]
