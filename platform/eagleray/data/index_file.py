@@ -45,7 +45,7 @@ from eagleray.storage.shard_names import PARQUET as SUFFIX
 from eagleray.storage.shard_names import is_shard
 
 NAME = "index.parquet"
-PARQUET_NAME = "_eagleray.index"  # beside Parquet files, as their readers would take another one for data
+PARQUET_NAME = "_eagleray.index"  # Readers of the folder would take another .parquet file for data.
 PARQUET = "parquet"  # a key of a table's metadata: what `Shard.parquet` is
 BLOCKS = "blocks"  # a key of a table's metadata: the usable samples of each block, where they are not cut by bytes
 PASSED = "passed"  # a key of metadata: how many members are passed over, by kind, of a table or by shard

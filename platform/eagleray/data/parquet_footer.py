@@ -12,7 +12,7 @@ from eagleray.data.parquet_pages import BINARY, I32, I64, LIST, STRUCT
 MAGIC = b"PAR1"
 BYTES, OPTIONAL, REQUIRED = 6, 1, 0  # the type BYTE_ARRAY, and how often a field is there
 CODECS = {name: n for n, name in enumerate(("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD"))}
-ENCODINGS = (0, 3, 8)  # which ones the pages have is said in their headers
+ENCODINGS = (0, 3, 8)  # The headers of pages say which of them a page has.
 Value = tuple[int, bytes]  # a kind of Thrift's, and the encoded value
 
 

@@ -47,7 +47,7 @@ class Adapter(nn.Module):
 
 
 class Adapters(NamedTuple):
-    """What was merged into a backbone."""
+    """The adapters that `merge` added to the weights of a backbone."""
 
     tensors: dict[str, Tensor]  # A and B by the layer's name and `.a` or `.b`
     about: dict[str, str]  # the settings as JSON, and the SHA-256 of the weights without adapters

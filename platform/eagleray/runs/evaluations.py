@@ -238,7 +238,7 @@ def draw_neighbours(run: RankRun, images: HeldOut, backbone: Backbone) -> None:
     if run.plan.recipe.data.channels:
         return
     with side_work(f"{layout.NEIGHBOURS} was not drawn"):
-        from eagleray.protocols.visual import neighbours  # with matplotlib, which may be missing
+        from eagleray.protocols.visual import neighbours  # It needs matplotlib, which may be missing.
 
         index, samples = images.drawn
         path, size = run.folder.path / layout.NEIGHBOURS, run.plan.recipe.evaluate.size

@@ -97,7 +97,7 @@ def choose_micro_batch(
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
-    later = moments + trained * (len(rows) > 1)  # and DDP's buckets
+    later = moments + trained * (len(rows) > 1)  # DDP adds its buckets.
     later += bytes_ahead(loader) if loader else 0
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))

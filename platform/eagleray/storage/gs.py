@@ -70,7 +70,7 @@ class GsStore(RestStore):
             [
                 Blob(f"gs://{bucket}/{o['name']}", whole_number(o["size"], most=LARGEST), f"gs:{o['generation']}")
                 for o in said.get("items", [])
-                if o["name"] != after  # which a startOffset includes
+                if o["name"] != after  # The answer includes the name of startOffset itself.
             ],
             said.get("prefixes", []),
             said.get("nextPageToken", ""),

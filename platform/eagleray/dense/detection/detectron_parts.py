@@ -15,7 +15,7 @@ from torchvision.ops import MultiScaleRoIAlign, generalized_box_iou_loss, roi_al
 from torchvision.ops.poolers import LevelMapper
 
 Parts = Literal["torchvision", "detectron2"]
-GIOU_WEIGHT = 10.0  # as in Swin's code
+GIOU_WEIGHT = 10.0  # Swin's code has this value.
 
 
 def region_pool(names: Sequence[str], strides: Sequence[int], side: int, parts: Parts) -> nn.Module:
