@@ -107,7 +107,7 @@ def quick_runs(untracked_runs: None) -> Iterator[None]:
     from eagleray.runs import pretrain
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "to_timm", lambda *_: None)
+        patch.setattr(pretrain, "write_export", lambda *_: None)
         yield
 
 

@@ -15,7 +15,7 @@ _MODULES = {
     "api.data": ("data_map", "index", "measure", "prepare", "which"),
     "api.embed": ("embed", "find_clusters"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),
-    "api.export": ("export", "load"),
+    "api.export": ("export", "load", "verify"),
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.plan": ("plan",),
     "api.pretrain": ("finetune", "pretrain"),

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import subprocess
 import sys
 import threading
@@ -124,10 +123,11 @@ def test_a_run_its_checkpoint_and_its_export_are_one_backbone(run: eagleray.Run,
 
 
 def test_the_export_of_a_run_says_what_it_was_made_from(run: eagleray.Run):
-    described = json.loads((run.folder / "export" / "backbone.json").read_text())
+    facts = eagleray.verify(f"{run.out}/export").facts
     begun = next(row for row in read_lines(run.folder / layout.STARTS) if "order" in row)
-    assert list(described["origin"]) == ["recipe", "data", "order", "code"]
-    assert described["origin"].items() <= begun.items()
+    assert list(facts.digests) == ["recipe", "data", "order", "code"]
+    assert {name: (begun[name],) for name in facts.digests} == facts.digests
+    assert facts.steps == 4
 
 
 @pytest.mark.parametrize("keys", [{"pool": "mean"}, {"position": "dino"}, {"norm": "batch", "position": "sincos"}])

@@ -84,7 +84,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = [f"data.train={shards / 'train'}", f"data.test={shards / 'test'}", f"out={folder / 'run'}", "max_steps=3"]
     with pytest.MonkeyPatch.context() as patch:  # what takes seconds and is not looked at
         patch.setitem(sys.modules, "mlflow", None)
-        patch.setattr(pretrain, "to_timm", lambda *_: None)
+        patch.setattr(pretrain, "write_export", lambda *_: None)
         api.pretrain(str(folder / "small.yaml"), given)
     return folder / "run"
 
@@ -396,7 +396,7 @@ def test_a_backbone_without_patch_tokens(shards: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(evaluate, "load_target", lambda *_: one)
     given = {"train": str(shards / "train"), "test": str(shards / "test"), "out": str(tmp_path)}
     report = evaluate.evaluate(evaluate.Request("mixer", ["correspondence", "knn"], **given))
-    assert "MlpMixer has no patch tokens" in report.refused[0]
+    assert "MlpMixer has no grid of patches" in report.refused[0]
     assert [r.protocol for r in report.results] == ["knn"]
 
 

@@ -77,6 +77,17 @@ def test_a_run_starts_from_an_export(run: Path, shards: Path, tmp_path: Path):
     given = arguments(run.parent / "small.yaml", shards, tmp_path / "out", "max_steps=1", *FAST)
     command("finetune", str(run / "export"), *given)
     assert ", 0 missing, 0 left over; 100.0%" in (tmp_path / "out" / "weights.txt").read_text()
+    shown = command("verify", str(tmp_path / "out" / "export"))
+    assert "images: unknown, as nobody has stated it; images of the start weights: unknown" in shown
+    assert f"{json.loads(command('verify', str(run / 'export'), '--json'))['sha256']}" not in shown
+
+
+def test_a_changed_export_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    copy = Path(shutil.copytree(run / "export", tmp_path / "export"))
+    (copy / "config.json").write_text("{}")
+    assert refused(capsys, "verify", str(copy)) == f"error: {copy}: not verified: config.json: was changed"
+    line = refused(capsys, "verify", str(run))
+    assert line == f"error: {run}: has no provenance.json; expected the folder of an export, such as RUN/export"
 
 
 def test_exports_are_listed_with_the_line_that_loads_them(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +103,7 @@ def test_exports_are_listed_with_the_line_that_loads_them(run: Path, tmp_path: P
     card = (tmp_path / "own" / "README.md").read_text()
     assert "| kNN evaluation, top-1 % |" in card
     assert "at the end of the run: 20 neighbours, temperature 0.07, centre crop of 16 from 20 pixels, 32 tr" in card
-    assert "checksums and labels of 320 images" in card
+    assert "* images: unknown" in card
     assert "training: 2 steps, 64 images" in card
 
 
@@ -104,7 +115,7 @@ def test_numbers_of_another_step_are_not_on_the_card(run: Path, tmp_path: Path, 
     command("export", str(copy), "--destination", str(tmp_path / "own"))
     card = (tmp_path / "own" / "README.md").read_text()
     assert "None were measured of these weights" in card
-    assert "step: 2" in card
+    assert "training: 2 steps\n" in card
 
 
 def test_wrong_exports(run: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -54,7 +54,7 @@ def run_on_device(
     with monkeypatch.context() as patched, simulated() as waits:
         patched.setattr(Trainer, "step", noted)
         if not export:
-            patched.setattr(pretrain, "to_timm", lambda *_: None)
+            patched.setattr(pretrain, "write_export", lambda *_: None)
         try:
             summary = pretrain.pretrain(r, World(DEVICE), tracking=Tracking("none"))
         except Killed:

@@ -100,3 +100,23 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
 def test_position_needs_a_table():
     with pytest.raises(UserError, match="resnet50 has no position table"):
         Backbone("resnet50", position="sincos")
+
+
+@pytest.mark.parametrize(
+    "name", ["naflexvit_base_patch16_gap", "mixer_s32_224", "crossvit_tiny_240", "xcit_nano_12_p8_224"]
+)
+def test_a_model_without_a_grid_of_patches_is_one_line(name: str):
+    with torch.device("meta"):
+        backbone = Backbone(name)
+        with pytest.raises(
+            UserError, match=r"^backbone\.name: \w+ has no grid of patches; expected a vision transformer"
+        ):
+            backbone(torch.empty(2, 3, 240, 240) if "240" in name else torch.empty(2, 3, 224, 224))
+
+
+@pytest.mark.parametrize(("name", "side"), [("vit_tiny_r_s16_p8_224", 7), ("vitamin_small_224", 14)])
+def test_the_patches_of_a_hybrid_are_cells_of_its_cnn(name: str, side: int):
+    with torch.device("meta"):
+        features = Backbone(name)(torch.empty(2, 3, 224, 224))
+    assert features.grid == (side, side)
+    assert features.patches.shape[1] == side * side

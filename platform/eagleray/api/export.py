@@ -15,6 +15,7 @@ from eagleray.runs.sources import check_run
 from eagleray.storage.store import absolute
 
 if TYPE_CHECKING:
+    from eagleray.exports.verify import Verified
     from eagleray.exports.write import Written
     from eagleray.models.backbone import Backbone
 
@@ -64,6 +65,7 @@ def export(
     to: Literal["timm", "timm-hub", "transformers", "onnx", "torch.export"] = "timm",
     what: str | None = None,
     heads: bool = False,
+    licence: str = "",
     plugins: Sequence[str | Path] = (),
 ) -> Path:
     """Export the backbone of a run or a checkpoint, and return the path that the library `to` loads. The path is a
@@ -74,7 +76,8 @@ def export(
     `export/student-step-100`. `export` loads the files in a new process with that library alone, and keeps them only if
     ten photographs give the same features as in Eagleray. `what` names an encoder of the method, such as `student`; by
     default `export` uses the encoder that the run evaluates. With `heads=True`, `export` adds a file with the method's
-    heads, centres and queues. Only `start.from` reads this file.
+    heads, centres and queues. Only `start.from` reads this file. `licence` names the licence under which you publish
+    the weights.
 
     Raises UserError if the features differ, or if the library cannot build this network.
 
@@ -84,7 +87,7 @@ def export(
         backbone = eagleray.load(file)
     """
     files = {"timm": FILE, "onnx": "backbone.onnx", "torch.export": "backbone.pt2"}
-    folder = write(source, destination, to=to, what=what, heads=heads, plugins=plugins).folder
+    folder = write(source, destination, to=to, what=what, heads=heads, licence=licence, plugins=plugins).folder
     return folder / files[to] if to in files else folder
 
 
@@ -95,6 +98,7 @@ def write(
     to: str = "timm",
     what: str | None = None,
     heads: bool = False,
+    licence: str = "",
     plugins: Sequence[str | Path] = (),
 ) -> "Written":
     """Export as `export` does, and return what was written."""
@@ -113,4 +117,26 @@ def write(
     found = load_source(url, what)
     step = f"step-{found.step}" if found.step is not None else ""
     kind = "-".join(part for part in ("" if to == "timm" else to, what, step) if part)
-    return write_export(found, to, Path(destination or found.folder / "export" / kind), with_heads=heads)
+    folder = Path(destination or found.folder / "export" / kind)
+    return write_export(found, to, folder, with_heads=heads, licence=licence)
+
+
+def verify(export: str | os.PathLike[str]) -> "Verified":
+    """Verify an export, and return what it says of its weights. `export` is its folder, local or in a store.
+
+    `verify` computes the digests of all files and tensors again, and compares what the card, the settings and
+    provenance.json say. It needs no PyTorch. The result's `facts` name backbone, recipe, steps, commit, images and
+    start weights, and `conditions` the licences that ask for something. Whoever rewrites all files of an export can
+    rewrite their digests too: compare `sha256` with the one that the publisher names.
+
+    Raises UserError, which names the file, tensor or fact that was changed, and Outage.
+
+    Example:
+
+        verified = eagleray.verify("runs/a/export")
+        verified.facts.steps, verified.conditions, verified.sha256
+    """
+    from eagleray.exports.verify import verify as verify_folder
+    from eagleray.storage.folder_copy import local_folder
+
+    return verify_folder(local_folder(os.fspath(export)))

@@ -34,7 +34,7 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
     check_names(recipe)
     folder = store.folder_of(store.absolute(recipe.out))
     if folder and not sources.has_begun(folder):  # a run that has begun, as one in a store may have, needs no weights
-        for key, place in sources.resolve_paths(recipe).weight_files.items():  # a bare name of timm is no file
+        for key, place in sources.weight_files(sources.resolve_paths(recipe)).items():  # a bare name of timm is no file
             sources.check_exists(place, key)
     recipes.check_lanes(recipe)
     check_data(recipe)

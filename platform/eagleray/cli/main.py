@@ -14,7 +14,7 @@ import eagleray
 from eagleray.base.console import out, print_error, say, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import check_local, writing
-from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune
+from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune, verify
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import (
     ImageChannels,
@@ -301,6 +301,9 @@ def export(
         bool,
         typer.Option("--heads", help="Also write heads, centres and queues, for another run's start.from."),
     ] = False,
+    licence: Annotated[
+        str, typer.Option(help="Licence under which you publish the weights, such as apache-2.0, for the card.")
+    ] = "",
     plugin: Plugins = None,
 ) -> None:
     """Write the backbone of a checkpoint as files that another library loads, with a model card.
@@ -308,10 +311,12 @@ def export(
     Eagleray keeps the files only if that library loads them in a new process and computes the same features."""
     from eagleray.api.export import write
 
-    written = write(checkpoint, destination, to=to.value, what=what, heads=heads, plugins=plugin or ())
+    written = write(checkpoint, destination, to=to.value, what=what, heads=heads, licence=licence, plugins=plugin or ())
     for file in written.files:
         out.print(str(file), markup=False)
     out.print(f"differs   {written.difference}\nload it   {written.line}", markup=False)
+    if written.conditions:
+        out.print(f"licence   {written.conditions}", markup=False)
 
 
 def show(name: RecipeName, overrides: Overrides = None, plugin: Plugins = None) -> None:
@@ -340,7 +345,7 @@ GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
     "Recipes": (init.init, catalogue.list_, show, plan.plan),
     "Training": (pretrain, finetune.finetune, tune.tune),
     "Runs": (report_cli.runs, report_cli.report, report_cli.watch, report_cli.track),
-    "Backbones": (evaluate.evaluate, embed.embed, export),
+    "Backbones": (evaluate.evaluate, embed.embed, export, verify.verify),
     "Clusters": (jobs.submit, jobs.jobs, jobs.logs, jobs.stop),
 }
 # Unknown options are settings of protocols, or options of the command that is submitted, which check them.

@@ -18,7 +18,7 @@ from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.named_run import check_goes_on
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.sources import resolve_paths
+from eagleray.runs.sources import resolve_paths, weight_files
 from eagleray.storage.store import check_writable, folder_of, store
 
 # The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
@@ -154,8 +154,8 @@ def check_data_places(recipe: Recipe) -> None:
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
-    for key in resolve_paths(recipe).weight_files:  # a bare name of timm is no file
-        check_place(key, recipe.weight_files[key])
+    for key in weight_files(resolve_paths(recipe)):  # a bare name of timm is no file
+        check_place(key, recipe.weight_sources[key])
     if recipe.data.cache:
         check_place("data.cache", recipe.data.cache)
 

@@ -29,6 +29,7 @@ class Source:
     share: Annotated[float, Field(gt=0)] | None = None  # part of an epoch, relative to the shares of other sources
     image: str | None = None  # column of the images in Parquet files; by default the only one that can be meant
     label: str | None = None  # column of the classes there, or none
+    licence: str | None = None  # licence of the images, if no data card beside them states it
 
     @property
     def selects(self) -> bool:

@@ -57,14 +57,12 @@ def to_timm(
     network: Network,
     folder: Path,
     preprocessing: Preprocessing | None = None,
-    origin: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `backbone.safetensors`, `backbone.json`, which describes how to create the model, and `config.json`, from
     which timm creates it, wherever timm can build the model.
 
     A new process loads the folder with the line of `snippet`. timm also learns the `preprocessing` of images, where it
-    is known. `origin` are digests of what the weights come from, which the description keeps. Raises UserError when the
-    outputs differ. Adapters are merged into the weights, and stored beside them.
+    is known. Raises UserError when the outputs differ. Adapters are merged into the weights, and stored beside them.
     """
     from eagleray.models.lora import merged  # a run needs it at its end
 
@@ -87,7 +85,6 @@ def to_timm(
         if not difference <= TOLERANCE:
             raise UserError(f"{path}: timm's outputs differ from ours by {difference:.2g} of the largest; not exported")
     description["difference"] = difference
-    description |= {"origin": dict(origin)} if origin else {}
     for name, content in files.items():
         write_atomic(folder / name, json.dumps(content, indent=1))
     if plain.merged:

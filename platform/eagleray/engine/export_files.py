@@ -6,6 +6,8 @@ from pathlib import Path
 from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
+DESCRIPTION = "backbone.json"  # how to create the model
+CARD = "README.md"
 CONFIG = "config.json"  # timm creates the model from it
 # What was merged into the backbone: `backbone.lora`. timm loads the first file by name, which has to be the backbone's.
 ADAPTERS = "lora.safetensors"

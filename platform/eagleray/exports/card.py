@@ -7,51 +7,39 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from eagleray import config
-from eagleray.base.errors import Outage, UserError, hide_secrets
-from eagleray.data.digests import data_digest
-from eagleray.data.index import open_index
-from eagleray.data.sample_table import homes
-from eagleray.datasets import card as dataset_card
+from eagleray.base.errors import Outage, UserError
 from eagleray.evaluation import results
 from eagleray.evaluation.target import Target
 from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
-from eagleray.runs import layout, recipe
-from eagleray.runs.attempts import read_starts
 from eagleray.runs.command import read_environment
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
-from eagleray.runs.plan import DIGESTS
+from eagleray.runs.provenance import Provenance, statements
 from eagleray.runs.summary import read_summary
 from eagleray.views.preprocessing import Preprocessing
 
 LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
 
 
-def card(source: Source, to: str, program: str, difference: Difference) -> str:
+def card(source: Source, to: str, program: str, difference: Difference, facts: Provenance) -> str:
     """Return the card of an export as Markdown. `program` loads it, with the folder in the variable `folder`."""
-    network, images = source.network, source.preprocessing
-    data, licence = training_set(source)
-    numbers = list(measured(source))
+    images, says, numbers = source.preprocessing, statements(facts), list(measured(source))
+    licence = f"license: {facts.licence}\n" if facts.licence else ""
     sections = [
-        f"---\nlibrary_name: {LIBRARIES.get(to, to)}\npipeline_tag: image-feature-extraction\n"
-        f"tags:\n- image-feature-extraction\n- self-supervised\n---\n\n# {network.name}, {source.recipe.method.name}\n",
-        f"A backbone of {sum(p.numel() for p in source.backbone.parameters()) / 1e6:.1f} million parameters that turns "
-        f"an image into a vector of {source.backbone.dim} numbers. Eagleray pretrained it with "
-        f"{source.recipe.method.name}.\n",
+        f"---\n{licence}library_name: {LIBRARIES.get(to, to)}\npipeline_tag: image-feature-extraction\n"
+        f"tags:\n- image-feature-extraction\n- self-supervised\n---\n\n{says['backbone']}",
+        f"{says['parameters']} Eagleray pretrained it with {facts.method}.\n",
         f'## Use\n\n```python\nfolder = "."  # this one\n\n{program}```\n',
         "## Preprocessing\n\n"
         f"The short side becomes {images.resize} pixels ({images.interpolation}, antialiased), then the centre "
         f"{images.size} x {images.size} pixels are cut out. {colours(images)} the mean "
         f"{list(images.mean)} is taken off and they are divided by {list(images.std)}.\n",
         "## Numbers\n\n" + ("\n".join(table(numbers)) if numbers else "None were measured of these weights.") + "\n",
-        f"## Data\n\n{data}\n",
-        f"## Licence\n\n{licence}\n",
-        "## Origin\n\n" + "\n".join(f"* {line}" for line in origin(source)) + "\n",
+        says["licence"],
+        f"## Origin\n\n{says['digests']}" + "\n".join(f"* {line}" for line in origin(source)) + "\n",
         f"Loaded again in a new process and compared with the weights of the run, on ten photographs: {difference}.\n",
-        f"## Recipe\n\n```yaml\n{hide_secrets(config.dump(source.recipe))}```\n",
+        says["recipe"],
     ]
     return "\n".join(sections)
 
@@ -73,44 +61,13 @@ def origin(source: Source) -> Iterator[str]:
     backbone = {k: v for k, v in config.to_plain(source.network).items() if k != "weights"}
     yield f"backbone: {json.dumps(backbone)}"
     yield f"encoder: {source.what or 'the one that the method exports'}"
-    yield f"recipe: digest {recipe.digest(source.recipe)}"
-    if source.step is None and (summary := final(source)):
-        yield f"training: {summary['steps']} steps, {summary['images']} images, {summary['epochs']} epochs"
-    elif source.steps is not None:
-        yield f"step: {source.steps}"
-    yield from digests(source)
+    if source.steps is not None:
+        done = final(source) if source.step is None else {}
+        more = f", {done['images']} images, {done['epochs']} epochs" if done else ""
+        yield f"training: {source.steps} steps{more}"
     packages, names = read_environment(source.folder).get("packages", {}), ("eagleray", "torch", "timm")
     yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in names if n in packages) or 'unknown'}"
     yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"
-
-
-def digests(source: Source) -> Iterator[str]:
-    """Yield what every start of the run has recorded of its data, its order and its code."""
-    starts = read_starts(source.folder / layout.STARTS)
-    for name in DIGESTS[1:]:
-        if values := list(dict.fromkeys(str(line[name]) for line in starts if name in line)):
-            yield f"{name}: digest {', then '.join(values)}"
-
-
-def training_set(source: Source) -> tuple[str, str]:
-    """Return a text about the training set, and one about licences."""
-    sources = source.recipe.data.train or ()
-    cards: list[dict[str, Any]] = []
-    digest = "unknown, as the training set could not be read when this was exported"
-    with contextlib.suppress(UserError, Outage, OSError):
-        index = open_index(sources, source.out, note=lambda _: None)
-        digest = (
-            f"{data_digest(index, np.arange(len(index)))}, of the shards, checksums and labels of {len(index):,} images"
-        )
-        for folder in sorted(homes(index.shards)):
-            with contextlib.suppress(UserError, Outage, OSError):  # one that cannot be read hides no other
-                cards += [known] if (known := dataset_card.find(folder)) else []
-    made = "".join(f" Made from {c['source']}, {c['listed']:,} listed." for c in cards)
-    stated = "; ".join(str(c["licence"]) for c in cards) or "none"
-    licence = (
-        f"The licence that the training set's card states: {stated}. The licence of these weights is for those to "
-    )
-    return f"Digest of the training set: {digest}.{made}", licence + "state who publish them."
 
 
 def final(source: Source) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import sync_file, sync_folder, writing
 from eagleray.engine.checkpoint_files import sha256
 from eagleray.engine.export import snippet
-from eagleray.engine.export_files import FILE, HEADS
+from eagleray.engine.export_files import CARD, FILE, HEADS
 from eagleray.exports import hugging_face, timm_files, traced
 from eagleray.exports.card import LIBRARIES, card
 from eagleray.exports.compare import Difference, compare
 from eagleray.exports.source import Program, Source
-
-CARD = "README.md"
+from eagleray.runs import provenance
+from eagleray.runs.materials import facts_of
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class Written(NamedTuple):
     line: str  # the line of Python that loads it
     difference: Difference
     step: int | None  # a traced network takes image sizes in steps of this many pixels
+    conditions: str  # licences that forbid a use, have conditions or are unknown
 
 
-def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) -> Written:
+def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, licence: str = "") -> Written:
     """Write an export into a folder, after a new process has loaded it. Files of an earlier one for the same library
     are replaced. Raises UserError, and leaves the folder as it was."""
     target = TARGETS[to]
@@ -63,15 +64,28 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False) ->
         )
     with staged(folder) as stage:
         program = target.write(source, stage)
-        check_place(folder, to, {CARD, *(p.name for p in stage.iterdir()), *([HEADS] if with_heads else [])})
+        written = {CARD, provenance.NAME, *(p.name for p in stage.iterdir()), *([HEADS] if with_heads else [])}
+        check_place(folder, to, written)
         say(f"a new process loads the {to} files and compares features of ten photographs, which takes about a minute")
         ours = to == "timm" and timm_files.needs_ours(source)
         difference = compare(source, stage, program.text, sizes=program.probes, ours=ours)
         if with_heads:
             write_heads(source, stage)
-        (stage / CARD).write_text(card(source, to, program.text, difference))
+        facts = facts_of_export(source, licence)
+        (stage / CARD).write_text(card(source, to, program.text, difference, facts))
+        provenance.seal(stage, [p.name for p in stage.iterdir()], facts)
         names = sorted(p.name for p in stage.iterdir())
-    return Written(folder, [folder / n for n in names], target.line(folder), difference, program.step)
+        provenance.remove_stale(folder, names)
+    lines = target.line(folder), difference, program.step, provenance.conditions(facts)
+    return Written(folder, [folder / n for n in names], *lines)
+
+
+def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
+    """Return the facts about the backbone of a source, which is published under a licence."""
+    features, parameters = source.backbone.dim, sum(p.numel() for p in source.backbone.parameters())
+    how = source.recipe, source.folder, source.network
+    facts = facts_of(*how, features=features, parameters=parameters, steps=source.steps)
+    return replace(facts, licence=licence, encoder=source.what or "")
 
 
 def write_heads(source: Source, folder: Path) -> None:

@@ -210,18 +210,38 @@ class Backbone(nn.Module):
         return [rotations(self.model, self.patch_grid(x), self.draw) for x in images]
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
-        """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`."""
+        """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`. Raises
+        UserError for a model whose tokens do not lie on a grid."""
         pooled = self.model.forward_head(out, pre_logits=True)
+        if not isinstance(out, Tensor):
+            raise self._no_grid()
         if out.ndim == 4:
             if getattr(self.model, "output_fmt", "NCHW") != "NHWC":
                 out = out.permute(0, 2, 3, 1)
             return Features(pooled, out.flatten(1, 2), (out.shape[1], out.shape[2]))
-        return Features(pooled, out[:, self.model.num_prefix_tokens :], self.patch_grid(images))
+        (h, w), patches = self.patch_grid(images), out[:, getattr(self.model, "num_prefix_tokens", 0) :]
+        if patches.shape[1] != h * w:
+            raise self._no_grid()
+        return Features(pooled, patches, (h, w))
 
     def patch_grid(self, images: Tensor) -> tuple[int, int]:
-        """Return the numbers of rows and columns of patches into which a ViT divides images (B, 3, H, W)."""
-        ph, pw = self.model.patch_embed.patch_size
-        return images.shape[2] // ph, images.shape[3] // pw
+        """Return the numbers of rows and columns of patches into which a ViT divides images (B, 3, H, W). Raises
+        UserError for a model that does not embed patches."""
+        embed: Any = getattr(self.model, "patch_embed", None)
+        height, width = images.shape[2:]
+        if hasattr(embed, "dynamic_feat_size"):  # of a hybrid these are the cells of a CNN's map
+            rows, columns = embed.dynamic_feat_size((height, width))
+            return rows, columns
+        size = getattr(embed, "patch_size", None)
+        if not isinstance(size, tuple):
+            raise self._no_grid()
+        return height // size[0], width // size[1]
+
+    def _no_grid(self) -> UserError:
+        return UserError(
+            f"backbone.name: {type(self.model).__name__} has no grid of patches; expected a vision transformer, a "
+            "pyramid or a CNN whose features lie on one, such as vit_small_patch16_224"
+        )
 
     def dims(self, parts: Parts) -> list[int]:
         """Return the number of channels of each of the token tensors that `grids` returns for `parts`."""

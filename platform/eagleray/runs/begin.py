@@ -20,7 +20,7 @@ from eagleray.runs.local_forecast import check_fit
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
-from eagleray.runs.sources import check_exists, has_begun
+from eagleray.runs.sources import check_exists, has_begun, weight_files
 from eagleray.runs.start import build_started, check_progress
 
 
@@ -38,7 +38,7 @@ def checked_plan(recipe: Recipe, scan_all: ScanAll) -> Plan:
         )
     if not recipe.is_elsewhere:
         check_device(recipe, world.device_of(recipe.gpus))
-    for key, place in recipe.weight_files.items() if not begun else ():
+    for key, place in weight_files(recipe).items() if not begun else ():
         check_exists(place, key)
     return make_plan(recipe, note=say, scan_all=scan_all, opening=open_shown)
 

@@ -41,6 +41,7 @@ GROWING |= {layout.QUARANTINE, layout.SKIPPED, layout.STARTS}
 NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.NEIGHBOURS, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that rank 0 writes as a whole
+RECORDS |= {layout.MATERIALS}
 NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, *layout.SWEEP_FILES}  # files that commands write themselves
 OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder

@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import eagleray
 from eagleray.base.errors import Busy, Outage, UserError, hide_secrets
 from eagleray.base.user import user
 from eagleray.config import plugins
@@ -73,10 +75,19 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": versions,
+        "commit": commit(),
         **machine,
         "user": user(),
         "command": [hide_secrets(word) for word in sys.argv],
     }
+
+
+def commit() -> str:
+    """Return the last commit of git that changed this package; an empty text where it is no checkout."""
+    with contextlib.suppress(OSError):  # git may be missing
+        words = ["git", "-C", str(Path(eagleray.__file__).parent), "log", "-1", "--format=%H", "--", "."]
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def write_plugins(out: str, used: Iterable[plugins.Plugin]) -> None:

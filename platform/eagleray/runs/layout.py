@@ -15,6 +15,7 @@ QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
 SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
 START = "start.txt"  # what the run took over by `start`, and what not
 START_SCORES = "start.json"  # numbers of the backbone that the run started from
+MATERIALS = "materials.json"  # the images and weights that the run learns from, with digests and licences
 TEACHER = "teacher.txt"  # what the frozen teacher took over from `method.teacher.weights`
 WEIGHTS = "weights.txt"  # what the backbone took over from `backbone.weights`
 SUMMARY = "summary.json"  # the numbers of a finished run

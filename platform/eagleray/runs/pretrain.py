@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 from eagleray.base import dist
@@ -10,8 +11,10 @@ from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.data.loader_processes import processes, start_server
 from eagleray.engine.export import to_timm
+from eagleray.engine.export_files import CONFIG, DESCRIPTION, FILE
 from eagleray.engine.precision import Precision, exact_products, numerics
 from eagleray.engine.world import World
+from eagleray.models.backbone import Backbone
 from eagleray.runs import evaluations, layout
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.checks import check_device
@@ -65,6 +68,10 @@ def pretrain(
         folder.writer.stays = plan.is_milestone
         run, step = build_run(plan, world, folder, precision, state)
         folder.begin(step, world.size, plan.inputs, lengths=state.get("lengths") if state else None, **plan.origin)
+        if world.rank == 0:
+            from eagleray.runs.materials import record
+
+            record(plan, folder.path, first=state is None)
         starting.close()
         view = RunView(recipe, run.method, recipe.out, world.rank, world.size, world.device, plan.steps)
         folder.callbacks = Callbacks(view)
@@ -97,7 +104,7 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
         recipe = plan.recipe
         images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
         with exact_products():
-            to_timm(backbone, recipe.backbone, folder.path / layout.EXPORT, images, plan.origin)
+            write_export(backbone, recipe, folder.path, images, step)
     summary: dict[str, Any] = {"steps": step, "epochs": round(plan.at(step).epoch, 3)}
     summary["images"] = step * plan.stream.batch
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
@@ -108,6 +115,19 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     folder.end(summary, run.clock.useful)
     folder.callbacks("end", summary)
     return summary
+
+
+def write_export(backbone: Backbone, recipe: Recipe, out: Path, images: Preprocessing, step: int) -> None:
+    """Write the export of a finished run, with its provenance, in place of an earlier one."""
+    from eagleray.runs.materials import facts_of
+    from eagleray.runs.provenance import remove_stale, seal
+
+    folder, parameters = out / layout.EXPORT, sum(p.numel() for p in backbone.parameters())
+    to_timm(backbone, recipe.backbone, folder, images)
+    names = [name for name in (FILE, DESCRIPTION, CONFIG) if (folder / name).exists()]
+    facts = facts_of(recipe, out, recipe.backbone, features=backbone.dim, parameters=parameters, steps=step)
+    remove_stale(folder, names)
+    seal(folder, names, facts)
 
 
 def what_was_checked(run: RankRun) -> Checked:

@@ -24,7 +24,7 @@ from eagleray.config.schedule import Schedule
 from eagleray.config.source import Source, Sources
 from eagleray.config.types import Bytes, Format, ModelName, Share
 from eagleray.config.view import View, check_views
-from eagleray.models.network import Network, TrainedNetwork, is_public
+from eagleray.models.network import Network, TrainedNetwork
 from eagleray.protocols.settings import Evaluate
 from eagleray.storage.hf_urls import unpinned
 
@@ -232,14 +232,14 @@ class Recipe:
         return phases(self.views, self.curriculum, self.optim.epochs)
 
     @property
-    def weight_files(self) -> dict[str, str]:
-        """Return the files that the run reads weights from before its first step, by key; timm and the Hub are none."""
+    def weight_sources(self) -> dict[str, str]:
+        """Return what the run reads weights from before its first step, by key."""
         named = {
             "backbone.weights": self.backbone.weights,
             "start.from": self.start.source if self.start else None,
             TEACHER: self.teacher.weights if self.teacher else None,
         }
-        return {key: source for key, source in named.items() if source and not is_public(source)}
+        return {key: source for key, source in named.items() if source}
 
     @property
     def ranks(self) -> tuple[int, int]:

@@ -57,6 +57,11 @@ def resolve_paths(recipe: Recipe) -> Recipe:
     return replace(recipe, out=out, data=data, backbone=network, start=start, method=method)
 
 
+def weight_files(recipe: Recipe) -> dict[str, str]:
+    """Return the files and folders that a run reads weights from, by key; names of timm and of the Hub are none."""
+    return {key: source for key, source in recipe.weight_sources.items() if not is_public(source)}
+
+
 def check_exists(source: str, key: str = "") -> None:
     """Raises UserError when there is no file or folder that `key` of a recipe, or a command, names as weights."""
     if not store.may_exist(source):

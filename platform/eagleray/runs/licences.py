@@ -1,0 +1,50 @@
+"""What is known of licences: which ones are free of conditions, what some others ask for, and whose weights a file name
+gives away."""
+
+import re
+
+UNKNOWN = "unknown"
+# They ask for no more than to be named.
+FREE = {"apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0", "cc0-1.0", "cc-by-4.0"}
+# What others ask for, by the beginnings of their names; the licence itself decides.
+TERMS = {
+    "dinov3-license": "which wants copies to stay under it, with its text, and forbids military and nuclear uses",
+    "cc-by-nc": "which forbids commercial use",
+    "cc-by-sa": "which wants adaptations to stay under it",
+    "fair-noncommercial": "which forbids commercial use",
+    UNKNOWN: "as nobody has stated it",
+}
+# Names of published files. A name can show that there are conditions, but never that there are none: anybody can give
+# a file another name.
+FAMILIES = {
+    r"dinov3[-_](vit|convnext)[\w-]*[-_]pretrain": "dinov3-license",
+    r"mae_(pretrain|finetuned)_vit_\w+\.pth": "cc-by-nc-4.0",
+    r"facebook/ijepa_vit": "cc-by-nc-4.0",
+}
+STATED = re.compile(r"^license(?:_name)?:[ \t]*(\S+)", re.MULTILINE)
+
+
+def is_free(licence: str) -> bool:
+    """Return whether a licence neither forbids a use nor has conditions that go on to what is made from it."""
+    return _key(licence) in FREE
+
+
+def with_terms(licence: str) -> str:
+    """Return the name of a licence and, where we know it, what it asks for."""
+    terms = next((text for name, text in TERMS.items() if _key(licence).startswith(name)), "")
+    return f"{licence}, {terms}" if terms else licence
+
+
+def by_name(source: str) -> str:
+    """Return the licence that the name of a file or repository gives away, or UNKNOWN."""
+    return next((licence for name, licence in FAMILIES.items() if re.search(name, source)), UNKNOWN)
+
+
+def in_card(text: str) -> str:
+    """Return the licence that a model card of the Hugging Face Hub states at its head, or an empty text."""
+    head = text.split("\n---", 1)[0] if text.startswith("---\n") else ""
+    return next((name for name in reversed(STATED.findall(head)) if name != "other"), "")
+
+
+def _key(licence: str) -> str:
+    return licence.lower().replace(" ", "-")

@@ -1,0 +1,171 @@
+"""Say what exported weights were made from, in a file beside them, and by what they are recognised.
+
+The file holds the digests of all others in the folder, and one of each of its own fields, so that a change is named.
+It imports no PyTorch, as a reader of an export may have none.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from eagleray import config
+from eagleray.base.errors import explained, hide_secrets
+from eagleray.base.files import NO_JSON, write_atomic
+from eagleray.config import STRICT, yaml_text
+from eagleray.engine.checkpoint_files import sha256
+from eagleray.runs.licences import UNKNOWN, is_free, with_terms
+
+NAME = "provenance.json"
+TENSORS = ".safetensors"
+LENGTH = 16  # hexadecimal digits of the digests of tensors and fields
+IMAGES = "data.train"
+# What an export calls the materials of each key; every other key names weights that the run starts from.
+WORDS = {IMAGES: "images", "method.teacher.weights": "teacher"}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Material:
+    """Images or weights that a run has learned from."""
+
+    key: str  # the key of the recipe that names them
+    source: str  # a public name or URL, or the end of a path
+    digest: str  # of the index of the images; SHA-256 of the file of weights; empty if unknown
+    licences: tuple[str, ...] = ()  # as they are stated; none for weights that have no licence of their own
+    made_from: tuple["Material", ...] = ()  # the materials of weights that a run of eagleray has trained
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Record:
+    """The materials of a run, as they are in its folder."""
+
+    materials: tuple[Material, ...]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Provenance:
+    """The facts about the weights of an export."""
+
+    format: Literal[1] = 1
+    backbone: str  # name of its model
+    features: int
+    parameters: int
+    method: str
+    encoder: str = ""  # the one of the method that `--what` named
+    steps: int | None = None  # training steps of the weights; None: the checkpoint does not say
+    recipe: dict[str, Any]  # with the ends of paths alone
+    digests: dict[str, tuple[str, ...]]  # of recipe, data, order and code, as the starts of the run have noted them
+    commit: str = ""  # of the code; empty where it was no checkout of git
+    licence: str = ""  # under which the weights are published; empty if nobody has said
+    materials: tuple[Material, ...]
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 of the export's other files
+    # Digests of the tensors of those files that are of safetensors.
+    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)  # digests of the fields above
+
+
+def published(value: Any) -> Any:
+    """Return the values of a recipe without secrets, and with the last two parts of paths of this machine alone."""
+    if isinstance(value, Mapping):
+        return {key: published(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [published(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return "/".join(value.rstrip("/").split("/")[-2:]) if value.startswith("/") else hide_secrets(value)
+
+
+def parse_record(text: str, name: str) -> tuple[Material, ...]:
+    """Return the materials that the file of this name in a run's folder lists. Raises UserError."""
+    with explained(f"{name}: not written by eagleray", *NO_JSON):
+        return config.check(Record, json.loads(text), name).materials
+
+
+def read(path: Path) -> Provenance:
+    """Read the provenance of an export. Raises UserError."""
+    with explained(f"{path}: not written by `eagleray export`", OSError, *NO_JSON):
+        return config.check(Provenance, json.loads(path.read_bytes()), str(path))
+
+
+def render(facts: Provenance) -> bytes:
+    """Return the content of the file, which depends on nothing else: another byte is another fact, or damage."""
+    return json.dumps(config.to_plain(facts), indent=1).encode()
+
+
+def seal(folder: Path, names: Sequence[str], facts: Provenance) -> None:
+    """Write the provenance of an export that has files of these names."""
+    files = {name: sha256(folder / name) for name in sorted(names)}
+    tensors = {name: tensor_digests(folder / name) for name in files if name.endswith(TENSORS)}
+    whole = replace(facts, files=files, tensors=tensors)
+    write_atomic(folder / NAME, render(replace(whole, fields=field_digests(whole))))
+
+
+def remove_stale(folder: Path, names: Sequence[str]) -> None:
+    """Delete what an earlier export has left that the next one, of these names, does not replace. A file that somebody
+    has changed since stays."""
+    if (folder / NAME).exists():
+        for name, digest in read(folder / NAME).files.items():
+            path = folder / name
+            if name == path.name and name not in names and path.is_file() and sha256(path) == digest:
+                path.unlink()
+
+
+def field_digests(facts: Provenance) -> dict[str, str]:
+    """Return the digest of each field."""
+    plain = config.to_plain(facts)
+    return {name: _short(json.dumps(value).encode()) for name, value in plain.items() if name != "fields"}
+
+
+def tensor_digests(path: Path) -> dict[str, str]:
+    """Return the digest of type, shape and bytes of each tensor of a file, by name. Raises UserError."""
+    out = {}
+    with explained(f"{path}: no tensors can be read", OSError, OverflowError, *NO_JSON), path.open("rb") as file:
+        size = path.stat().st_size  # a damaged file may state any length
+        start = 8 + int.from_bytes(file.read(8), "little")
+        for name, about in json.loads(file.read(min(start - 8, size))).items():
+            if name != "__metadata__":
+                first, last = about["data_offsets"]
+                file.seek(start + first)
+                data = file.read(min(max(last - first, 0), size))
+                out[name] = _short(f"{about['dtype']} {about['shape']} ".encode() + data)
+    return out
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:LENGTH]
+
+
+def licences(materials: Sequence[Material], of: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each material and each licence of it, with those of what it was made from."""
+    for material in materials:
+        word = WORDS.get(material.key, "start weights")
+        known = f" ({material.source})" if material.source.startswith(("timm:", "hf:")) else ""
+        for licence in material.licences or (() if material.made_from else (UNKNOWN,)):
+            yield f"{word}{of}{known}", licence
+        yield from licences(material.made_from, f" of the {word}{of}")
+
+
+def conditions(facts: Provenance) -> str:
+    """Return the licences that forbid a use or have conditions, or are unknown, in one line; empty if none does."""
+    found = [f"{what}: {with_terms(licence)}" for what, licence in licences(facts.materials) if not is_free(licence)]
+    return "; ".join(dict.fromkeys(found))
+
+
+def statements(facts: Provenance) -> dict[str, str]:
+    """Return what the card of an export says of each fact, word for word."""
+    open_ = "The licence of these weights is for those to state who publish them: `eagleray export --licence NAME`."
+    own = f"These weights are published under {facts.licence}." if facts.licence else open_
+    of = dict.fromkeys(f"* {what}: {with_terms(licence)}\n" for what, licence in licences(facts.materials))
+    return {
+        "backbone": f"# {facts.backbone}, {facts.method}\n",
+        "parameters": f"A backbone of {facts.parameters / 1e6:.1f} million parameters that turns "
+        f"an image into a vector of {facts.features} numbers.",
+        "licence": f"## Licence\n\n{own} They were made from:\n\n{''.join(of)}",
+        "digests": "".join(f"* {name}: digest {', then '.join(found)}\n" for name, found in facts.digests.items()),
+        "steps": "" if facts.steps is None else f"* training: {facts.steps} steps",
+        "recipe": f"## Recipe\n\n```yaml\n{yaml_text.dump(facts.recipe)}```\n",
+    }
