@@ -31,7 +31,7 @@ def work(line: WorkerLine, attempt: int, why: str, folder: Path, rank: int, plan
         time.sleep(0.3)
     word = {"be preempted": "preempted", "miss the other": "failed"}.get(deed, "failed" if "fail" in deed else "done")
     kept = [{"why": f"error of rank {rank}"}] if deed in ("fail with an error", "miss the other") else []
-    line.send(word, f"{word} in attempt {attempt}", *kept)
+    line.send(word, kept[0]["why"] if kept else f"{word} in attempt {attempt}", *kept)
     line.wait_for("go")
 
 
