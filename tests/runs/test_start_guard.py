@@ -19,11 +19,13 @@ from eagleray.base.files import read_lines
 from eagleray.datasets.shards import Sample, encode, write_shards
 from eagleray.engine import checkpoint
 from eagleray.models.ema import momentum_copies
+from eagleray.protocols.crop_retrieval import share_found
 from eagleray.protocols.image_batches import THREADS
-from eagleray.runs import layout
+from eagleray.runs import layout, pretrain
 from eagleray.runs import recipe as recipes
 from eagleray.runs.build import build_method
 from eagleray.runs.plan import open_plan
+from eagleray.runs.restore import restore
 from eagleray.runs.sources import resolve_paths
 from eagleray.runs.start_guard import StartGuard, cka, top1
 
@@ -146,27 +148,78 @@ def test_a_start_that_is_lost_is_found_and_ends_the_run(
     assert_same({k: v for k, v in best["method"].items() if k in trained}, trained)
 
 
-def test_without_labels_the_likeness_decides(source: Path, shards: Path, tmp_path: Path):
+@pytest.mark.usefixtures("every_save")
+def test_a_run_ends_with_its_best_checkpoint_where_its_start_is_lost(source: Path, colours: Path, tmp_path: Path):
+    out, keys = tmp_path / "out", ("start.stop_below=0.5", "start.keep_best=true", "monitor.every=1", *DESTROYS)
+    _, overrides = given(source, colours, out, "checkpoint.steps=1", "checkpoint.keep=1", *keys)
+    (name := tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
+    run = api.pretrain(str(name), overrides)
+    assert run.finished
+    summary = run.summary
+    assert (summary["exported_step"], summary["ended_early"]) == (0, 1)
+    assert 0 < summary["steps"] <= 16
+    assert summary["verdict"][0].startswith(
+        "ended early, as features got worse; exports its best checkpoint, of step 0:"
+    )
+    assert summary["knn/top1"] == summary["knn/top1_start"]
+    trained = restore(str(source)).method.export().state_dict()
+    assert_same(restore(str(out)).method.export().state_dict(), trained)
+    (out / layout.SUMMARY).unlink()  # its process died in the evaluation
+    again = api.pretrain(str(name), overrides).summary
+    equal = "steps", "exported_step", "ended_early", "knn/top1", "verdict"
+    assert [again[key] for key in equal] == [summary[key] for key in equal]
+
+
+@pytest.mark.usefixtures("every_save")
+def test_the_best_of_all_checkpoints_is_exported_also_after_all_steps(
+    source: Path, colours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(pretrain, "write_export", lambda backbone, *_: written.append(backbone.state_dict()))
+
+    def run(*keys: str) -> tuple[Path, dict[str, Any]]:
+        out = tmp_path / f"out{len(keys)}"
+        every = ("checkpoint.steps=1", "checkpoint.keep=99", "monitor.every=1", "max_steps=6", "optim.lr.value=0.3")
+        return out, api.pretrain(*given(source, colours, out, *every, *keys)).summary
+
+    out, summary = run("start.keep_best=true")
+    best = {step: checkpoint.newest(out / "checkpoints", step=step) for step in states(out)}
+    known = [state["guard"]["best"] for state in best.values() if state]
+    assert summary["exported_step"] == known[-1][1]
+    assert summary["ended_early"] == 0
+    assert known[-1][0] == max(value for value, _ in known)
+    chosen = best[summary["exported_step"]]
+    assert chosen is not None
+    [exported] = written
+    assert_same(exported, {k: chosen["method"][f"teacher.backbone.{k}"] for k in exported})
+    assert "exported_step" not in run()[1]
+
+
+def test_without_labels_the_crops_found_decide(source: Path, shards: Path, tmp_path: Path):
     def watched(*more: str) -> StartGuard:
         name, overrides = given(source, shards, tmp_path / "out", *more)
         return StartGuard(open_plan(resolve_paths(recipes.load(name, overrides))))
 
     guard = watched("start.stop_below=0.6")
     guard.labelled = False
-    guard.scores = {"start/cka": 1.0}
-    for value, lost in (0.61, False), (0.59, True):
-        guard.seen = 7, {"start/cka": value}
+    guard.scores = {"start/found": 50.0}
+    for value, lost in (25.0, False), (24.0, True):  # of 320 images, 5.6 are noise
+        guard.seen = 7, {"start/found": value}
         assert bool(guard.lost()) == lost
-    assert guard.lost().startswith("step 7: start.stop_below=0.6: features of 320 training images have a CKA of 0.59")
-    assert not guard.findings()
-    guard.seen = 8, {"start/cka": 0.4}
-    assert [f.step for f in guard.findings()] == [8]
+    assert guard.lost().startswith("step 7: start.stop_below=0.6: crops found of 320 training images fell from 50.0 to")
+    assert [f.step for f in guard.findings()] == [7]
     assert not guard.findings()  # once
     again = watched("start.stop_below=0.6")
     again.load_state_dict(guard.state_dict() | {"scores": guard.scores})
-    again.labelled, again.seen = False, (9, {"start/cka": 0.4})
+    again.labelled, again.seen = False, (9, {"start/found": 4.0})
     assert not again.findings()  # also after a restart
     assert not watched().lost()
+
+
+def test_crops_are_found_that_features_tell_apart():
+    first = torch.eye(4)
+    assert share_found(first, first[[0, 1, 3, 2]]) == 50
+    assert share_found(first, first.roll(1, 0)) == 0
 
 
 @pytest.mark.parametrize(

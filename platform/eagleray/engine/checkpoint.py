@@ -243,8 +243,9 @@ def newest(
     patience: float = PATIENCE,
     whole: bool = True,
     listed: CheckpointListing | None = None,
+    step: int | None = None,
 ) -> dict[str, Any] | None:
-    """Return the state of the newest intact checkpoint, or None; damaged ones are skipped with a warning.
+    """Return the state of the newest intact checkpoint, or of a step, or None; damaged ones are skipped with a warning.
 
     `whole` is explained at `read`. `listed` is what `listing` has returned, perhaps to another rank.
     A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
@@ -253,6 +254,8 @@ def newest(
     url = _url(url)
     listed = listed or CheckpointListing(blobs_of(url, patience), {})
     for name in names_in(listed.blobs):
+        if step is not None and step_of(name) != step:
+            continue
         path = _local_file(name, url, listed, _scratch(url, scratch), patience)
         if path:
             return read(path, whole=whole)

@@ -16,7 +16,7 @@ from eagleray.exports.source import Source
 from eagleray.runs.command import read_environment
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.provenance import Provenance, statements
-from eagleray.runs.summary import read_summary
+from eagleray.runs.summary import EXPORTED, read_summary
 from eagleray.views.preprocessing import Preprocessing
 
 LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
@@ -74,7 +74,7 @@ def final(source: Source) -> dict[str, Any]:
     """Return the summary of the run if its numbers are those of the exported weights, else nothing: a run that goes
     on with a larger max_steps keeps the summary of its first end until the next one."""
     summary = read_summary(source.folder) if source.evaluated else {}
-    return summary if summary.get("steps", -1) == source.steps else {}
+    return summary if summary.get(EXPORTED, summary.get("steps", -1)) == source.steps else {}
 
 
 def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:

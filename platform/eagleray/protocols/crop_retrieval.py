@@ -59,12 +59,18 @@ def numbers(pairs: Tensor) -> tuple[float, float, float]:
     """Return the numbers of the features (n, 2, D) of two crops of each image. The error is that of the jackknife over
     PARTS parts of the images."""
     first, second = F.normalize(pairs, dim=2).unbind(1)
-    own = (second @ first.T).argmax(1) == torch.arange(len(pairs), device=pairs.device)
     x = pairs.double().cpu()
     part = torch.arange(len(x)) % PARTS
     without = torch.tensor([lidar(x[part != i]) for i in range(PARTS)])
     error = ((PARTS - 1) * without.var(correction=0)).sqrt()
-    return 100 * int(own.sum()) / len(pairs), lidar(x), float(error)
+    return share_found(first, second), lidar(x), float(error)
+
+
+def share_found(first: Tensor, second: Tensor) -> float:
+    """Return in percent how often the second crop of an image is nearest to the first crop of the same image, from
+    their unit features (n, D)."""
+    own = (second @ first.T).argmax(1) == torch.arange(len(first), device=first.device)
+    return 100 * int(own.sum()) / len(first)
 
 
 def lidar(x: Tensor) -> float:

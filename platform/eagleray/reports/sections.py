@@ -28,7 +28,7 @@ from eagleray.reports.page import (
 from eagleray.reports.read import Run, names
 from eagleray.runs import layout, metrics
 from eagleray.runs.health import AT_END, KINDS
-from eagleray.runs.summary import CHECKED, SENTENCES, UNCHECKED, VERDICT
+from eagleray.runs.summary import CHECKED, EARLY, EXPORTED, SENTENCES, UNCHECKED, VERDICT
 
 REASONS = 20  # rows of the table of bad samples
 FINDINGS = 50  # the table shows this many findings
@@ -41,6 +41,8 @@ SHOWN_ELSEWHERE = {
     "steps",
     "epochs",
     "images",
+    EXPORTED,
+    EARLY,
     *SENTENCES,
     metrics.WALL_SECONDS,
     metrics.RESTARTS,

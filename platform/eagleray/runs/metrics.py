@@ -32,7 +32,7 @@ CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
 UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
 AT_START = "_start"  # what the key of a number of the backbone ends with that the run started from
-START_KNN, START_CKA, START_RANK = "start/knn", "start/cka", "start/rank"
+START_KNN, START_FOUND, START_CKA, START_RANK = "start/knn", "start/found", "start/cka", "start/rank"
 
 METRICS = {
     m.key: m
@@ -74,6 +74,8 @@ METRICS = {
         Metric("health/growth", "growth of the weights", "", when="look"),
         Metric("health/ema_distance", "distance from the momentum copy", "", when="look"),
         Metric(START_KNN, "kNN guard, top-1 %", "kNN accuracy among images that were embedded at the start, too",
+               "higher", "look", compared=True),
+        Metric(START_FOUND, "crops found by the guard, %", "Crops found of images that were embedded at the start, too",
                "higher", "look", compared=True),
         Metric(START_CKA, "likeness to the start, CKA", "Likeness of features to those at the start, from 0 to 1",
                "higher", "look", compared=True),

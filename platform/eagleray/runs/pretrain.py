@@ -21,10 +21,10 @@ from eagleray.runs.checks import check_device
 from eagleray.runs.health import Checked, checked
 from eagleray.runs.memory import explain_exhaustion
 from eagleray.runs.plan import open_plan
-from eagleray.runs.rank_run import RankRun, build_run, newest_checkpoint, save_checkpoint
+from eagleray.runs.rank_run import RankRun, build_run, newest_checkpoint, return_to_best, save_checkpoint
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_dir import RunDir
-from eagleray.runs.summary import CHECKED, UNCHECKED, VERDICT
+from eagleray.runs.summary import CHECKED, EARLY, EXPORTED, UNCHECKED, VERDICT
 from eagleray.runs.tracking import Tracking
 from eagleray.runs.train import train
 from eagleray.storage import store
@@ -86,10 +86,10 @@ def pretrain(
         if recipe.start and state is None:
             evaluations.at_start(run, step)
             save_checkpoint(run, step)
-        if step < plan.steps:
+        if step < plan.steps and not run.guard.over:
             with explain_exhaustion(recipe, run.method, world.size):
                 step = train(run, step)
-        if step < plan.steps:
+        if step < plan.steps and not run.guard.over:
             log.info("stopped at step %d of %d; the same command continues", step, plan.steps)
             return None
         return finish(run, step)
@@ -99,18 +99,21 @@ def finish(run: RankRun, step: int) -> dict[str, Any]:
     """Export the backbone and evaluate it, then write and return the run's summary."""
     plan, folder = run.plan, run.folder
     folder.trained(step)
+    best = return_to_best(run) if run.guard.returns is not None else None
     backbone = run.export()
     if run.world.rank == 0:
         recipe = plan.recipe
         images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
         with exact_products():
-            write_export(backbone, recipe, folder.path, images, step)
+            write_export(backbone, recipe, folder.path, images, step if best is None else best)
     summary: dict[str, Any] = {"steps": step, "epochs": round(plan.at(step).epoch, 3)}
     summary["images"] = step * plan.stream.batch
+    if best is not None:
+        summary |= {EXPORTED: best, EARLY: int(run.guard.over)}
     starts = dist.gather_objects(folder.begin_evaluation(summary))[0]
     scores = evaluations.final(run, backbone, step, starts)
     summary = scores | summary | {"wall_seconds": round(run.clock.seconds, 1)}
-    summary[VERDICT] = evaluations.verdict(run, scores)
+    summary[VERDICT] = [*([] if best is None else [run.guard.outcome(best)]), *evaluations.verdict(run, scores)]
     summary |= dict(zip((CHECKED, UNCHECKED), what_was_checked(run), strict=True))
     folder.end(summary, run.clock.useful)
     folder.callbacks("end", summary)

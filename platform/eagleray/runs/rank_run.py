@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,14 +122,14 @@ def place(method: Method, recipe: Recipe, world: World) -> None:
         compile_backbones(method)
 
 
-def newest_checkpoint(plan: Plan, folder: RunDir) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run, or None. Called by all ranks together. Raises UserError when it was made
-    with another recipe, or other data, than this one's."""
+def newest_checkpoint(plan: Plan, folder: RunDir, step: int | None = None) -> dict[str, Any] | None:
+    """Return the newest checkpoint of the run, or that of a step, or None. Called by all ranks together. Raises
+    UserError when it was made with another recipe, or other data, than this one's."""
     recipe = plan.recipe
     url, patience = f"{recipe.out}/checkpoints", 60 * recipe.data.patience
     listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
     whole = recipe.parallel == "ddp" or dist.size() == 1
-    state = checkpoint.newest(url, folder.scratch, patience=patience, whole=whole, listed=listed)
+    state = checkpoint.newest(url, folder.scratch, patience=patience, whole=whole, listed=listed, step=step)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
         raise RuntimeError("ranks read different checkpoints")  # a disk fails; a restart may mend it
     if state:
@@ -144,7 +145,14 @@ def load_checkpoint(run: RankRun, state: dict[str, Any]) -> int:
     if saved != own:
         found = f"the checkpoint of step {state['step']} groups the parameters otherwise ({saved}, not {own})"
         raise UserError(f"{found}; {GROUPED}")
-    parts = {name: getattr(run, name) for name in STATEFUL}
+    load_parts(run, state, STATEFUL)
+    run.clock.began, run.clock.useful = time.monotonic() - state["seconds"], state["useful"]
+    return int(state["step"])
+
+
+def load_parts(run: RankRun, state: dict[str, Any], names: Sequence[str]) -> None:
+    """Load some of the objects of a run, the method and its optimiser among them, from a checkpoint."""
+    parts = {name: getattr(run, name) for name in names}
     if run.sharded:
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))
         sharded.load(parts.pop("method"), parts.pop("optimizer"), state, read)
@@ -152,7 +160,17 @@ def load_checkpoint(run: RankRun, state: dict[str, Any]) -> int:
         part.load_state_dict(state[name])
     if not run.sharded:
         lay_out_moments(run.optimizer)
-    run.clock.began, run.clock.useful = time.monotonic() - state["seconds"], state["useful"]
+
+
+def return_to_best(run: RankRun) -> int:
+    """Load the weights of the best checkpoint that the guard of the start has kept, and return their step. Called by
+    all ranks together. Raises UserError when that checkpoint is gone or damaged."""
+    best = run.guard.returns
+    run.folder.settle()  # it may be the one that is being written
+    state = newest_checkpoint(run.plan, run.folder, best)
+    if state is None:
+        raise UserError(f"{run.plan.recipe.out}/checkpoints: the best checkpoint, of step {best}, is gone or damaged")
+    load_parts(run, state, ("method", "optimizer"))
     return int(state["step"])
 
 

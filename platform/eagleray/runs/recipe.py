@@ -160,9 +160,11 @@ class Start:
     freeze: Annotated[float, Field(ge=0)] = 0.0
     # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none
     anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    # Share of the start's kNN accuracy, or without labels a likeness to its features, below which the run ends
+    # Share of the start's kNN accuracy, or without labels of the crops found, below which the run ends
     # (docs/start.md#keeping-what-is-there)
     stop_below: Share | None = None
+    # The run ends with its best checkpoint instead of its last one, also where `stop_below` ends it
+    keep_best: bool = False
 
     def at(self, source: str) -> "Start":
         """Return the same with another source."""
@@ -259,7 +261,7 @@ TEACHER = "method.teacher.weights"  # errors name this key
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel", "track")
-OPERATION += ("data.cache", "data.cache_size", "data.patience", "data.crops", "start.stop_below")
+OPERATION += ("data.cache", "data.cache_size", "data.patience", "data.crops", "start.stop_below", "start.keep_best")
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:

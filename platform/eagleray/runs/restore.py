@@ -43,19 +43,23 @@ def restore(path: str) -> Restored:
 
 
 def read_state(path: str) -> tuple[dict[str, Any], Path]:
-    """Return the state of a run's newest checkpoint, or of one checkpoint file, and the folder of the run on this
-    machine. Raises UserError."""
+    """Return the state of the checkpoint that stands for a run, its newest one or with `start.keep_best` its best one,
+    or that of one checkpoint file, and the folder of the run on this machine. Raises UserError."""
     check_run(path)
     file = Path(path)
     if store.may_be_folder(path):
         folder = run_store(path.rstrip("/")).view
-        state = checkpoint.newest(f"{path.rstrip('/')}/checkpoints", folder / "checkpoints")
+        where = f"{path.rstrip('/')}/checkpoints", folder / "checkpoints"
+        state = checkpoint.newest(*where)
         if state is None:
             raise no_checkpoint(path)
     else:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
+    best = guard.get("returns") if isinstance(guard := state.get("guard"), dict) else None
+    if best not in (None, state["step"]) and store.may_be_folder(path):
+        state = checkpoint.newest(*where, step=best) or state
     return state, folder
 
 

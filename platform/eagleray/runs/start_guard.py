@@ -22,22 +22,24 @@ from eagleray.engine.precision import autocast
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import sharing_copy
+from eagleray.protocols.crop_retrieval import random_crops, share_found
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import labelled_samples, subset
 from eagleray.protocols.image_batches import Reading, batches
 from eagleray.protocols.knn import vote
 from eagleray.runs.health import LOST_START, Finding
-from eagleray.runs.metrics import START_CKA, START_KNN, START_RANK
+from eagleray.runs.metrics import START_CKA, START_FOUND, START_KNN, START_RANK
 from eagleray.runs.monitor import effective_rank
 from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe
 from eagleray.views.photometric import normalise
 
-LEAST, MOST = 1024, 2048  # images that are compared; in between eight batches of the training
+# Images that are compared; in between eight batches of the training. Without labels, two crops of each of the fewest.
+LEAST, MOST = 1024, 2048
 BATCH = 64  # images in the backbone at once
 K, TEMPERATURE = 20, 0.07  # settings of kNN among these images
-SHARES = {START_KNN: 0.9, START_CKA: 0.5}  # a number below this share of its value at the start is reported as lost
-ERRORS = 2  # standard errors of the kNN accuracy that count as its noise
+LOST_BELOW = 0.9  # a number below this share of its value at the start is reported as lost
+ERRORS = 2  # standard errors of a share of the images that count as its noise
 
 
 class StartGuard:
@@ -53,35 +55,44 @@ class StartGuard:
         if self.settings:
             # Images with labels, if there are any
             samples = labelled_samples(plan.index) if self.labelled else np.arange(len(plan.index))
-            self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), MOST))
+            most = MOST if self.labelled else LEAST
+            self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), most))
             self.labels = torch.from_numpy(plan.index.label[self.samples])
         self.read = False  # the images are there
-        self.images: list[tuple[Tensor, Tensor]] = []  # this rank's rows of its share, and their pixels (b, 3, S, S)
+        # This rank's rows of its share, and their pixels (b, V, 3, S, S): one view with labels, else two crops.
+        self.images: list[tuple[Tensor, Tensor]] = []
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
         self.scores: dict[str, float] = {}  # scores of the start: its evaluation and the first measurement
         self.best: tuple[float, int] | None = None  # the best checkpoint so far: the number that decides, and the step
         self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
         self.fresh = False  # it is in no record yet
         self.told = False  # whether it was said that the start is being lost
+        self.over = False  # the features are so far below that the run ends with its best checkpoint
 
     @property
     def key(self) -> str:
         """Return the number that decides whether the start is lost."""
-        return START_KNN if self.labelled else START_CKA
+        return START_KNN if self.labelled else START_FOUND
+
+    @property
+    def returns(self) -> int | None:
+        """Return the step of the best checkpoint if the run ends with that: `start.keep_best`."""
+        return self.best[1] if self.settings and self.settings.keep_best and self.best else None
 
     def state_dict(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
         fresh = list(self.seen) if self.fresh else []  # the next line of metrics.jsonl has them
         state = {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
-        return state | {"fresh": fresh}
+        return state | {"over": self.over, "returns": self.returns, "fresh": fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint. One that was made without a guard has none, and the run goes on without."""
         if not state:
             self.settings = None
             return
-        self.first, self.scores, self.told = state["first"], dict(state["scores"]), state.get("told", False)
+        self.first, self.scores, self.told = state["first"], dict(state["scores"]), state["told"]
+        self.over = state["over"]
         if state["fresh"]:
             self.seen, self.fresh = (int(state["fresh"][0]), dict(state["fresh"][1])), True
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
@@ -104,16 +115,16 @@ class StartGuard:
         self, step: int, export: Callable[[], Backbone], precision: Format, reading: Reading
     ) -> dict[str, float]:
         """Return rank, CKA and, with labels, kNN accuracy of the features of the backbone that `export` returns after a
-        step; it is not called again for the same step. The first call says what the start is. Called by all ranks
-        together. Raises UserError and Outage when the images cannot be read."""
+        step, without labels the share of crops found; it is not called again for the same step. The first call says
+        what the start is. Called by all ranks together. Raises UserError and Outage when the images cannot be read."""
         if self.seen[0] != step:
             if not self.read:  # all ranks read at once, also one whose share has no image
                 dist.together(partial(self._read, reading))
                 self.read = True
-            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=1)  # NaN of ruined weights
+            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=2)  # NaN of ruined weights
             fresh = self.first is None
             if fresh:
-                self.first = features.half().cpu()
+                self.first = features[:, 0].half().cpu()
             self.seen = step, dist.gather_objects(self._numbers(features.cpu()))[0]
             self.fresh = not fresh
             if fresh:
@@ -127,7 +138,7 @@ class StartGuard:
 
     def findings(self) -> list[Finding]:
         """Return a finding if the newest measurement is far below that at the start, as none before was."""
-        if self.told or not self._below(SHARES[self.key], sure=False):
+        if self.told or not self._below(LOST_BELOW, sure=False):
             return []
         self.told = True
         return [Finding(self.seen[0], LOST_START, self._text())]
@@ -140,6 +151,15 @@ class StartGuard:
         kept = f"; the checkpoint of step {self.best[1]} is the best, and is kept" if self.best else ""
         return f"step {self.seen[0]}: start.stop_below={self.settings.stop_below:g}: {self._text()}{kept}"
 
+    def outcome(self, step: int) -> str:
+        """Return in a sentence how the run ended that exports its checkpoint of this step."""
+        assert self.best is not None
+        why = "ended early, as features got worse; " if self.over else ""
+        return (
+            f"{why}exports its best checkpoint, of step {step}: {self._what} {self.best[0]:.1f} % of "
+            f"{len(self.samples)} training images, {self.scores[self.key]:.1f} at the start"
+        )
+
     def saved(self) -> int | None:
         """Note that a checkpoint of the newest measurement is saved. Return the step of the best one so far."""
         step, numbers = self.seen
@@ -148,53 +168,60 @@ class StartGuard:
         return self.best[1] if self.best else None
 
     def _below(self, share: float, *, sure: bool = True) -> bool:
-        """Return whether the newest number is below a share of that at the start. Noise of a kNN accuracy must not be
-        the reason that it is below that share or, if we need not be so `sure`, below the start at all."""
+        """Return whether the newest number is below a share of that at the start. Noise must not be the reason that it
+        is below that share or, if we need not be so `sure`, below the start at all."""
         now, before = self.seen[1][self.key], self.scores[self.key]
-        if not self.labelled:
-            return now < share * before
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
-        # The accuracy of guessing by the shares of the classes.
-        guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()
+        guess = 100 / len(self.samples)
+        if self.labelled:  # by the shares of the classes
+            guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()
         limit = share * before - noise if sure else min(share * before, before - noise)
         return before - noise > guess and now < limit
 
+    @property
+    def _what(self) -> str:
+        return "kNN" if self.labelled else "crops found"
+
     def _text(self) -> str:
         now, before = self.seen[1][self.key], self.scores[self.key]
-        if self.labelled:
-            return f"kNN of {len(self.samples)} training images fell from {before:.1f} to {now:.1f} %"
-        return f"features of {len(self.samples)} training images have a CKA of {now:.2f} with those at the start"
+        return f"{self._what} of {len(self.samples)} training images fell from {before:.1f} to {now:.1f} %"
 
     def _read(self, reading: Reading) -> None:
         """Decode this rank's share of the images, once."""
         e, mine = self.plan.recipe.evaluate, np.array_split(self.samples, dist.size())[dist.rank()]
         for rows, images in batches(self.plan.index, mine, e.size, e.resize, BATCH, reading=reading):
-            self.images.append((torch.from_numpy(np.searchsorted(mine, rows)), images))
+            crops = [images] if self.labelled else [random_crops(images, rows, e.size, number) for number in range(2)]
+            self.images.append((torch.from_numpy(np.searchsorted(mine, rows)), torch.stack(crops, 1)))
 
     def _embed(self, backbone: Backbone, precision: Format) -> Tensor:
-        """Return the features (n, D) of all images; those of an image that does not decode are zero."""
+        """Return the features (n, V, D) of all images; those of an image that does not decode are zero."""
         shares = [len(part) for part in np.array_split(self.samples, dist.size())]
-        mine = dist.together(partial(embed, backbone, self.images, shares[dist.rank()], precision))
+        shape = shares[dist.rank()], 1 if self.labelled else 2, backbone.dim
+        mine = dist.together(partial(embed, backbone, self.images, shape, precision))
         return dist.gather(mine, shares)
 
     @torch.no_grad()
     def _numbers(self, features: Tensor) -> dict[str, float]:
         assert self.first is not None
-        numbers = {START_RANK: float(effective_rank(features)), START_CKA: cka(features, self.first)}
-        return numbers | ({START_KNN: top1(features, self.labels)} if self.labelled else {})
+        one = features[:, 0]
+        decides = top1(one, self.labels) if self.labelled else share_found(one, features[:, 1])
+        return {START_RANK: float(effective_rank(one)), START_CKA: cka(one, self.first), self.key: decides}
 
 
 @in_eval_mode
 @torch.no_grad()
-def embed(backbone: Backbone, images: list[tuple[Tensor, Tensor]], count: int, precision: Format) -> Tensor:
-    """Return the pooled features (count, D) of images, uint8, each batch with the rows that it fills."""
+def embed(
+    backbone: Backbone, images: list[tuple[Tensor, Tensor]], shape: tuple[int, int, int], precision: Format
+) -> Tensor:
+    """Return the pooled features of this shape (n, V, D) of V views of images, uint8, each batch with the rows that it
+    fills."""
     device = next(backbone.parameters()).device
-    out = torch.zeros(count, backbone.dim, device=device)
+    out = torch.zeros(shape, device=device)
     for rows, pixels in images:
-        x = normalise(pixels, device)
+        x = normalise(pixels.flatten(0, 1), device)
         with autocast(device, precision):
-            out[rows.to(device)] = backbone.pooled(x).float()
+            out[rows.to(device)] = backbone.pooled(x).float().unflatten(0, pixels.shape[:2])
     return out
 
 

@@ -8,7 +8,9 @@ from eagleray.base.errors import UserError, explained
 from eagleray.base.files import LARGE, is_number
 from eagleray.runs import layout
 
-COUNTS = ("steps", "images", layout.EVALUATION_STARTS)
+# The step of the weights that a run with `start.keep_best` exports, and whether `start.stop_below` has ended it.
+EXPORTED, EARLY = "exported_step", "ended_early"
+COUNTS = ("steps", "images", layout.EVALUATION_STARTS, EXPORTED, EARLY)
 HEALTH, VERDICT, CHECKED, UNCHECKED = "health", "verdict", "checked", "unchecked"  # keys of lists of sentences
 SENTENCES = (HEALTH, VERDICT, CHECKED, UNCHECKED)
 
@@ -30,13 +32,15 @@ def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
 
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a run that has taken at least `steps` steps and was evaluated at its end, or None."""
+    """Return the summary of a run that has taken at least `steps` steps, or all that it ever will, and was evaluated at
+    its end, or None."""
     return if_finished(read_summary(folder), steps)
 
 
 def if_finished(summary: dict[str, Any], steps: int) -> dict[str, Any] | None:
     """Return a summary if it is that of a run as `finished` has it, else None."""
-    return summary if summary.get("steps", -1) >= steps and layout.EVALUATION_STARTS not in summary else None
+    enough = summary.get("steps", -1) >= steps or summary.get(EARLY, 0) > 0
+    return summary if enough and layout.EVALUATION_STARTS not in summary else None
 
 
 def _fits(key: str, value: Any) -> bool:

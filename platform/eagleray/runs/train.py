@@ -68,6 +68,7 @@ def train(run: RankRun, start: int) -> int:
             folder.callbacks("step", taken)
 
             if run.guard.due(step) and (lost := look_at_start(run, step_log, step)):
+                run.guard.over = run.guard.returns is not None
                 break
             if cadence.records(step):
                 write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
@@ -81,11 +82,11 @@ def train(run: RankRun, start: int) -> int:
 
     if step_log.taken:  # the steps ended before a line was due
         write_record(run, step_log, plan.at(step - 1), evaluation=False)
-    if cadence.saved_step < step and not lost:
+    if cadence.saved_step < step and (run.guard.over or not lost):
         save_checkpoint(run, step)
     if problem := first_problem(dist.gather_objects(folder.settle()), ranks.problem):
         raise problem
-    if lost:
+    if lost and not run.guard.over:
         raise UserError(lost)
     return step
 
