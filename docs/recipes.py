@@ -50,7 +50,7 @@ def row(*cells: object) -> str:
 
 
 def cells(name: str) -> list[object]:
-    r, data = recipe.load(name), next(title for short, title in DATA.items() if f"_{short}_" in name)
+    r, data = recipe.load(name), next((title for short, title in DATA.items() if f"_{short}_" in name), "your images")
     said = bundled.recipe(name)
     numbers = [published_words(said.published), cost_words(said.cost), ours_words(said.ours)]
     return [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch, *numbers]

@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import yaml
 from helpers.benchmarks import ABSENT, BENCHMARKS, LACKS, ROOT, Bare, load_benchmark
 from helpers.recipes import METHODS
 from PIL import Image
@@ -377,7 +376,8 @@ def test_dispatch_counts_a_step_that_never_waits(bare: Bare) -> None:
 
 @pytest.mark.slow
 def test_a_plan_has_the_operations_of_deep_networks_whose_images_are_mixed(bare: Bare) -> None:
-    for row in result(bare, "dispatch.py", "--methods", "supervised", "drloc")["methods"].values():
+    lines = run(bare, BENCHMARKS / "dispatch.py", "--methods", "supervised", "drloc", "--json").stdout.splitlines()
+    for row in json.loads(lines[-1])["methods"].values():
         assert row["planned"] == row["kernels"]
 
 
@@ -413,22 +413,19 @@ def test_peers_says_in_a_line_that_its_rival_cannot_be_had(bare: Bare, tmp_path:
 
 
 @pytest.mark.slow
-def test_start_guards(shards: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    for name in ("cifar10", "transfer/mnist"):
-        (tmp_path / name).mkdir(parents=True)
-        for file in shards.glob("*/*.tar"):
-            (tmp_path / name / file.name.replace("shard", file.parent.name)).symlink_to(file)
+def test_continued(shards: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "transfer" / "mnist").mkdir(parents=True)
+    for file in shards.glob("*/*.tar"):
+        (folder / file.name.replace("shard", file.parent.name)).symlink_to(file)
     runs = tmp_path / "runs"
-    sizes = ("--seeds", "1", "--epochs", "1", "--steps", "4", "--only", "cifar10-plain", "mnist-guarded")
-    out = result(environment, "start_guards.py", "--data", tmp_path, "--out", runs, *sizes)
-    assert sorted(folder.name for folder in runs.glob("*-0")) == ["cifar10-plain-0", "mnist-guarded-0"]
-    summary = json.loads((runs / "cifar10-plain-0" / "summary.json").read_text())
-    assert out["cifar10_plain_before"] == pytest.approx(summary["knn/top1_start"], rel=1e-2)
-    assert out["cifar10_plain_after"] == pytest.approx(summary["knn/top1"], rel=1e-2)
-    assert 0 < out["mnist_guarded_seen_before"] <= out["mnist_guarded_seen_best"] <= 100
-    recipe = yaml.safe_load((runs / "mnist-guarded-0" / "recipe.yaml").read_text())
-    assert recipe["start"]["freeze"] == 0.5  # epochs of two steps: a quarter of the four steps
+    sizes = ("--seeds", "1", "--steps", "4", "--only", "mnist-defaults", "mnist-adapters")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    out = result(environment, "continued.py", "--data", tmp_path, "--out", runs, *sizes)
+    assert sorted(folder.name for folder in runs.glob("*-0")) == ["mnist-adapters-0", "mnist-defaults-0"]
+    summary = json.loads((runs / "mnist-adapters-0" / "summary.json").read_text())
+    assert out["mnist_adapters_knn_start"] == pytest.approx(summary["knn/top1_start"], rel=1e-2)
+    assert out["mnist_adapters_exported"] == [summary["exported_step"]]
+    assert out["mnist_defaults_exported"] == [4]
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ WRITTEN = {
         "# shorter side 224 to 224 pixels",
         "# colour, 300 x 224 pixels and ",
         "crops are of the recipe's usual size, as the shorter side is 224 pixels.",
-        "#   start.from=timm:vit_small_patch16_224.dino start.freeze=40 start.stop_below=0.8",
+        "take the recipe continue_dinov3_vits16",
     ],
     "camera": [
         "# shorter side 3000 to 3000 pixels",

@@ -14,7 +14,6 @@ from eagleray.config import yaml_text
 
 if TYPE_CHECKING:
     from eagleray.datasets.survey import Survey
-    from eagleray.runs.fit import Value
     from eagleray.runs.recipe import Recipe
 
 # The recipe that each method starts from, where it is not its first one on ImageNet.
@@ -202,7 +201,7 @@ def text(
     head = [
         *(f"# {line}" for line in about),
         f"# For {where}{': ' + machine if machine else ''}; crops are {crops(side)}.",
-        *(f"# {line}" for line in advice(loaded, images, side, seen, values)),
+        *(f"# {line}" for line in advice(loaded, images, side, seen)),
         f"about: My images with the settings of {base}.",
         f"base: {base} # {said.about}",
     ]
@@ -228,7 +227,7 @@ def crops(side: int) -> str:
     )
 
 
-def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None", values: "Sequence[Value]") -> Iterator[str]:
+def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None") -> Iterator[str]:
     """Yield what a user should know beside the values: where to start from, and what images need other keys."""
     from eagleray.runs.fit import PUBLIC, SMALL
 
@@ -236,9 +235,8 @@ def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None", valu
     if images < FEW:
         yield "Few images teach a backbone little from random weights: public weights may serve you better as they are."
     if images < FEW and loaded.backbone.name == network and side >= SMALL and not loaded.backbone.options:
-        epochs = next((v.value for v in values if v.key == "optim.epochs"), loaded.optim.epochs)
-        yield "To continue from some, where the Hub can be reached:"
-        yield f"  start.from={PUBLIC} start.freeze={max(epochs // 20, 1)} start.stop_below=0.8 optim.layer_decay=0.75"
+        yield "To continue from some, where the Hub can be reached, take the recipe continue_dinov3_vits16 or, with"
+        yield "weights under Apache-2.0, continue_dinov2_vits14."
     if seen and seen.channels not in (1, 3):
         yield "Images of such channels need data.channels, which `eagleray data stats --channels` prints."
 
