@@ -65,16 +65,18 @@ def write_data(folder: Path) -> None:
         write_shards(samples, str(folder / split), size=100_000)
 
 
-def train_with_kills(args: list[str], out: str, kills: int, rng: random.Random, machines: list[Path]) -> int:
+def train_with_kills(
+    args: list[str], out: str, kills: int, rng: random.Random, machines: list[Path], most: int = 30
+) -> int:
     """Run the command again and again, on one of some `machines`, and kill it so many times, each time after a random
-    number of changes of its files. Return the number of kills until it had ended."""
+    number of changes of its files, at `most` so many. Return the number of kills until it had ended."""
     number = 0
     while True:
         environment = {"XDG_CACHE_HOME": str(rng.choice(machines)), "MLFLOW_TRACKING_URI": "none"}
         process = start([*args, f"out={out}", *KEYS], **environment)
         work = run_store_of(out, environment["XDG_CACHE_HOME"])
         if number < kills:
-            wait_for_changes(work, rng.randint(1, 30), process)
+            wait_for_changes(work, rng.randint(1, most), process)
             time.sleep(rng.uniform(0, 0.02))  # a step, or a line, is at any place of its way
         if number == kills or process.poll() is not None:
             text = process.communicate(timeout=600)[0]
