@@ -174,6 +174,7 @@ def test_failures_are_caught_at_boundaries():
     assert len(tries) <= 7 * sum(map(code_lines, FILES)) / 1000
 
 
+@pytest.mark.slow
 def test_every_recipe_loads_and_builds(tmp_path: Path):
     built = set[str]()
 

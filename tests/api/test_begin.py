@@ -22,6 +22,7 @@ def load(small: Path, shards: Path, out: Path, *keys: str) -> Recipe:
     return resolve_paths(recipes.load(name, overrides))
 
 
+@pytest.mark.slow
 def test_a_run_begins_apart_as_here(small: Path, shards: Path, tmp_path: Path):
     here = begin.begin(load(small, shards, tmp_path / "run-here"), WORDS, insist=False)
     assert begin.begin_apart(load(small, shards, tmp_path / "run-apart"), WORDS, insist=False) == here

@@ -60,6 +60,7 @@ def test_a_position_is_kept_and_loaded(shards: Path):
     assert torch.equal(next(iter(again)).index, want)
 
 
+@pytest.mark.slow
 def test_a_plug_in_changes_the_crops(shards: Path, tmp_path: Path):
     (tmp_path / "black.py").write_text(BLACK)
     views = [{"size": 8, "operations": ["black"]}]

@@ -19,6 +19,7 @@ def test_our_numbers_stand_beside_theirs() -> None:
         assert said.endswith("% that is published")
 
 
+@pytest.mark.slow
 def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     [name] = [n for n in load_benchmark("published.py")["NAMES"] if "imagenette" in n]
     keys = (f"data.train={tmp_path / 'none'}", "--out", str(tmp_path / "runs"))

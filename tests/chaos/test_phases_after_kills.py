@@ -16,7 +16,6 @@ from eagleray.runs import layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, KILLS = 60, 10
-MOST = 80  # changes of files before a kill: the first start makes about thirty before its first checkpoint
 # Epochs have ten steps, and there are forty: larger views from step 20 and 40 on, the Gram teacher's of the start from
 # step 10 on, and new ones after 25 and 40.
 PHASES = (
@@ -38,10 +37,10 @@ def test_all_phases_of_dinov3_are_the_same_after_kills(shards: Path, tmp_path: P
     rng, caches = random.Random(int(os.environ.get("SEED") or 5)), [tmp_path / "cache"]
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     assert train_with_kills(args, whole, 0, rng, caches) == 0
-    assert train_with_kills(args, killed, KILLS, rng, caches, MOST) == KILLS, "it had ended before the last kill"
+    assert train_with_kills(args, killed, KILLS, rng, caches, STEPS) == KILLS, "it had ended before the last kill"
     assert_same_story(killed, whole, tmp_path)
     states = [checkpoint.newest(f"{out}/checkpoints", tmp_path / "state") for out in (whole, killed)]
     assert all(state is not None and state["step"] == STEPS for state in states)
     assert_same(*(state["method"] for state in states if state))
     begun = {line["step"] for line in read_lines(Path(killed) / layout.STARTS) if "ranks" in line}
-    assert len(begun) > 3, f"it was killed before its first checkpoint alone: started from {sorted(begun)}"
+    assert len(begun) > 5, f"kills were not all over the run: started from {sorted(begun)}"

@@ -171,6 +171,7 @@ def mib_of(count: int) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_four_times_as_many_images_take_no_more_memory() -> None:
     """What is more than the file's cache of 32 MiB is on the disk: a million take as much as a hundred thousand."""
     few, many = mib_of(150_000), mib_of(600_000)

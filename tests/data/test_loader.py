@@ -326,6 +326,7 @@ def test_readers_that_share_lanes_fetch_each_byte_once_and_not_far_ahead(
     assert reads() == alone
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("copied_loaders")
 def test_readers_that_are_slower_than_the_one_that_fetches_get_all_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +406,7 @@ def test_a_bus_error_is_said_as_too_little_shared_memory() -> None:
     assert re.match(SMALL, str(of_process(RuntimeError(text))))
 
 
+@pytest.mark.slow
 def test_a_small_folder_of_shared_memory_is_named(folder: Path) -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = fork_server.CONTEXT.Process(target=load_in_64_kib, args=(folder, sender))

@@ -323,6 +323,7 @@ def test_what_was_done_before_is_kept(large: Path, tmp_path: Path):
     assert any(line.startswith("write: ") and line.endswith(" images were done before") for line in said)
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(large: Path, tmp_path: Path):
     """Ray's processes write what this one does, and what they raise is a line for the user."""
     runners = {"alone": map, "ray": partial(ray_map, workers=2)}
@@ -333,6 +334,7 @@ def test_workers_change_nothing(large: Path, tmp_path: Path):
     assert len(samples(tmp_path / "ray")) == 243
 
 
+@pytest.mark.slow
 def test_a_lost_worker_and_a_wrong_input_on_ray(tmp_path: Path):
     """A task whose process dies is run once more; a line for the user stays one."""
 

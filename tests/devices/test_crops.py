@@ -96,9 +96,8 @@ def test_where_crops_are_made(folder: Path) -> None:
 STEPS = ("max_steps=10", "evaluate.probe_epochs=0")
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("device", "cpu"), pytest.param("cpu", "device", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("device", "cpu"), ("cpu", "device")])
 def test_a_run_that_is_killed_continues_with_crops_made_elsewhere_and_ends_with_equal_bits(
     first: str, second: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_sharded_ranks_are_whole_ones(method: str, shards: Path, tmp_path: Path)
     assert state["step"] == 10
 
 
+@pytest.mark.slow
 def test_a_backbone_with_batch_norm_is_divided(shards: Path, tmp_path: Path):
     (recipe := tmp_path / "mocov3.yaml").write_text(small_recipe("mocov3"))
     keys = [*arguments(recipe, shards, tmp_path, *KEYS, "backbone.norm=batch")[1:], "max_steps=3"]

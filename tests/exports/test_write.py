@@ -49,7 +49,11 @@ def written(tmp_path: Path, to: str, kind: str, **keys: Any) -> write.Written:
 
 @pytest.mark.parametrize(
     ("to", "kind"),
-    [pytest.param("timm-hub", "dino", marks=pytest.mark.slow), ("transformers", "vit"), ("torch.export", "vit")],
+    [
+        pytest.param("timm-hub", "dino", marks=pytest.mark.slow),
+        ("transformers", "vit"),
+        pytest.param("torch.export", "vit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_library_computes_the_same(to: str, kind: str, tmp_path: Path):
     done = written(tmp_path, to, kind)

@@ -66,17 +66,21 @@ def write_data(folder: Path) -> None:
 
 
 def train_with_kills(
-    args: list[str], out: str, kills: int, rng: random.Random, machines: list[Path], most: int = 30
+    args: list[str], out: str, kills: int, rng: random.Random, machines: list[Path], steps: int | None = None
 ) -> int:
-    """Run the command again and again, on one of some `machines`, and kill it so many times, each time after a random
-    number of changes of its files, at `most` so many. Return the number of kills until it had ended."""
+    """Run the command again and again, on one of some `machines`, and kill it so many times: each time after a random
+    number of changes of its files, or all over its so many `steps`. Return the number of kills until it had ended."""
+    moments = sorted(rng.sample(range(steps - 10), kills)) if steps else []
     number = 0
     while True:
         environment = {"XDG_CACHE_HOME": str(rng.choice(machines)), "MLFLOW_TRACKING_URI": "none"}
         process = start([*args, f"out={out}", *KEYS], **environment)
         work = run_store_of(out, environment["XDG_CACHE_HOME"])
         if number < kills:
-            wait_for_changes(work, rng.randint(1, most), process)
+            if moments:
+                wait_for_steps(work / layout.STEPS, moments[number], process)
+            else:
+                wait_for_changes(work, rng.randint(1, 30), process)
             time.sleep(rng.uniform(0, 0.02))  # a step, or a line, is at any place of its way
         if number == kills or process.poll() is not None:
             text = process.communicate(timeout=600)[0]
@@ -102,6 +106,12 @@ def wait_for_changes(folder: Path, count: int, process: Any) -> None:
         count -= len(before.items() ^ now.items())
         before = now
         time.sleep(0.002)
+
+
+def wait_for_steps(path: Path, count: int, process: Any) -> None:
+    """Wait until the file has a line for so many steps, or the process has ended."""
+    while len(read_lines(path)) < count and process.poll() is None:
+        time.sleep(0.01)
 
 
 def look(folder: Path) -> dict[str, int]:

@@ -73,7 +73,7 @@ def fitted(strength: float, binary: bool) -> tuple[np.ndarray, np.ndarray, int]:
     return model.coef_, model.intercept_, int(model.n_iter_.max())
 
 
-@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("binary", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_weights_and_iterations_are_scikit_learns(tmp_path: Path, binary: bool):
     for strength in (1e-2, 1.0, 100.0):
         weight, bias, iterations = fitted(strength, binary)

@@ -94,6 +94,7 @@ def test_timm_loads_the_export_and_has_its_features_and_numbers(once: Path, scen
     assert refused == f"correspondence: reads red, green and blue, not the backbone's {BANDS} data.channels"
 
 
+@pytest.mark.slow
 def test_an_export_is_compared_on_files_of_its_channels_and_is_for_timm_alone(once: Path, tmp_path: Path):
     eagleray.export(once, tmp_path / "out", to="timm")
     assert f"Files have {BANDS} channels" in (tmp_path / "out" / "README.md").read_text()

@@ -29,6 +29,7 @@ def written(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_ranks_draw_the_same_positions_and_groups(tmp_path: Path) -> None:
     """Every block moves its positions, and groups of five images lie across the border of two ranks."""
     network = NETWORK.replace("drop_path: 0.2, ", "")

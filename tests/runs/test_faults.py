@@ -130,6 +130,7 @@ def outage(short: Short, folder: Path, number: int, error: Exception | None) -> 
     return calls
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_some_calls(short: Short, tmp_path: Path):
     full_disk(short, tmp_path / "out", 75, errno.ENOSPC, lasting=5)
 

@@ -65,6 +65,7 @@ def test_rates_that_are_fitted_to_two_steps_find_the_speed_of_work_and_the_time_
     assert faster.seconds(long) == pytest.approx(14.0)
 
 
+@pytest.mark.slow
 def test_auto_takes_parts_of_the_batch_only_where_the_whole_does_not_fit(small: Recipe):
     auto = replace(small, optim=replace(small.optim, batch=8192, micro_batch="auto"))
     whole = forecast(replace(auto, optim=replace(auto.optim, micro_batch=None)), devices_of("h100", H100, 1), DATA)

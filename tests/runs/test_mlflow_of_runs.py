@@ -85,6 +85,7 @@ def test_the_report_of_a_killed_sweep_ends_its_trials_too(tmp_path: Path, monkey
     assert asked == [(folder / n / "mlflow.json", "KILLED") for n in (".", "trials/000", "trials/001")]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_ray_refuses_has_failed_in_mlflow(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> None:
         assert run_there(tmp_path)[1].info.status == "RUNNING"

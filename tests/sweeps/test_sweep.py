@@ -333,6 +333,7 @@ def test_another_sweep_in_the_folder_is_refused(study: Study, tmp_path: Path):
         check_same(given("optim.epochs=7"))
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
