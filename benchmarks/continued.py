@@ -1,10 +1,10 @@
 """What becomes of pretrained weights that are continued on other images: by a method's own defaults, by a recipe
 `continue_*` with its adapters, and by the same with all weights.
 
-    python benchmarks/continued.py --data DATA [--start docs/vit] [--seeds 3] [--steps 150] [--only SET-ARM ...]
+    python benchmarks/continued.py --data DATA [--start docs/vit] [--seeds 3] [--steps 80] [--only SET-ARM ...]
         [--out runs/continued] [--json]
 
-The start is the small ViT of this repository. On Food-101 of 64 pixels and on MNIST, runs of the recipe
+The start is the small ViT of this repository. On MNIST and on the faces of FER2013, runs of the recipe
 `continue_vitxs8` take `--steps` steps: `defaults`, without heads first, adapters, anchoring, guard and return to the
 best checkpoint, at the rate of dinov3_vitxs4_cifar10_ep2; `adapters`, the recipe as it is; `all`, without adapters at
 layer-wise rates. The start itself is what training heads alone would leave. What is done already is read from `--out`.
@@ -41,15 +41,15 @@ COST = "cost.json"
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with transfer/food101_64/ and transfer/mnist/")
+    parser.add_argument("--data", type=Path, required=True, help="folder with transfer/fer2013/ and transfer/mnist/")
     parser.add_argument("--start", default="docs/vit")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--only", nargs="+", metavar="SET-ARM", help="some of the runs, such as mnist-adapters")
     parser.add_argument("--out", type=Path, default=Path("runs/continued"))
     args = parser.parse_args()
     result: dict[str, Any] = {"steps": args.steps}
-    for name in "food101_64", "mnist":
+    for name in "mnist", "fer2013":
         data = args.data / "transfer" / name
         for arm, keys in ARMS.items():
             if args.only and f"{name}-{arm}" not in args.only:
