@@ -77,7 +77,7 @@ class Job:
                 start_new_session=True,
             )
 
-    def wait_for(self, step: int, seconds: float = 240) -> None:
+    def wait_for(self, step: int, seconds: float = 900) -> None:
         """Until a rank has been given that step, by this command and since the last time that one was killed."""
         end = time.monotonic() + seconds
         while not any(line.step >= step for line in self.run.lines() if line.attempt not in self.past):
@@ -89,7 +89,7 @@ class Job:
         """Whether a rank of this command has been given samples."""
         return any(line.attempt not in self.past for line in self.run.lines())
 
-    def finish(self, seconds: float = 240) -> int:
+    def finish(self, seconds: float = 900) -> int:
         """The exit status."""
         try:
             return self.process.wait(seconds)

@@ -51,7 +51,7 @@ def assert_whole(state: dict[str, torch.Tensor], history: bytes, run: Run, whole
     verify(run.lines(), whole.steps, SHORT)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("skew", [-60.0, 60.0])
 def test_a_writer_that_comes_back_to_a_run_in_a_store(
     site: Site, whole: Whole, run: Run, skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

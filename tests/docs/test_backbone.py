@@ -1,4 +1,4 @@
-"""The backbone that ships in docs/backbone is small, and timm alone loads it as the pages say."""
+"""The backbones that ship in docs/ are small, and timm alone loads them as the pages say."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,10 @@ import timm
 import torch
 
 import eagleray
+from eagleray.exports.verify import verify
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "backbone"
+FOLDER, VIT = ROOT / "docs" / "backbone", ROOT / "docs" / "vit"
 
 
 def test_the_line_of_the_page_loads_it(monkeypatch: pytest.MonkeyPatch):
@@ -28,5 +29,15 @@ def test_the_line_of_the_page_loads_it(monkeypatch: pytest.MonkeyPatch):
     assert features.shape == (2, 240)
 
 
-def test_it_is_small():
-    assert sum(p.stat().st_size for p in FOLDER.iterdir()) < 5e6
+def test_the_vit_is_as_it_was_written_and_timm_loads_it():
+    facts = verify(VIT).facts
+    assert (facts.method, facts.steps, facts.licence) == ("simclr", 3120, "apache-2.0")
+    model = timm.create_model(f"local-dir:{VIT}", pretrained=True).eval()
+    x = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), eagleray.load(VIT)(x).pooled)
+
+
+@pytest.mark.parametrize("folder", [FOLDER, VIT])
+def test_they_are_small(folder: Path):
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 5e6
