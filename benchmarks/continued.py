@@ -4,10 +4,11 @@
     python benchmarks/continued.py --data DATA [--start docs/vit] [--seeds 3] [--steps 80] [--only SET-ARM ...]
         [--out runs/continued] [--json]
 
-The start is the small ViT of this repository. On MNIST and on the faces of FER2013, runs of the recipe
-`continue_vitxs8` take `--steps` steps: `defaults`, without heads first, adapters, anchoring, guard and return to the
-best checkpoint, at the rate of dinov3_vitxs4_cifar10_ep2; `adapters`, the recipe as it is; `all`, without adapters at
-layer-wise rates. The start itself is what training heads alone would leave. What is done already is read from `--out`.
+The start is the small ViT of this repository. On MNIST and on the faces of FER2013, runs take `--steps` steps of the
+recipe `continue_vitxs8` (`adapters`), without its adapters but at layer-wise rates (`all`), and without heads first,
+adapters, anchor, guard and return to the best checkpoint, as in simclr_vitxs8_cifar10_ep2 (`defaults`). `fast` and
+`fast-adapters` have 15 times the rate of `defaults` and `adapters`. Training heads alone leaves the start as it is.
+What is done already is read from `--out`.
 
 knn, linear                    top-1 in percent on test images: mean over seeds of the start and of the end; the
                                deviation of the end
@@ -30,9 +31,12 @@ from eagleray.runs.metrics import AT_START, KNN_TOP1, LINEAR_TOP1
 from eagleray.runs.summary import EXPORTED
 
 RECIPE = "continue_vitxs8"
-OFF = ("start.freeze=0", "start.stop_below=null", "start.keep_best=false", "method.gram_start=null")
+OFF = ("start.freeze=0", "start.anchor=0", "start.stop_below=null", "start.keep_best=false")
+FAST = "optim.lr.value=0.03"
 ARMS = {
     "defaults": ("backbone.lora=null", *OFF),
+    "fast": ("backbone.lora=null", *OFF, FAST),
+    "fast-adapters": (FAST,),
     "adapters": (),
     "all": ("backbone.lora=null", "optim.layer_decay=0.65"),
 }
