@@ -16,6 +16,7 @@ _MODULES = {
     "api.embed": ("embed", "find_clusters"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),
     "api.export": ("export", "load", "verify"),
+    "api.forget": ("forget",),
     "api.jobs": ("Job", "job", "jobs", "submit"),
     "api.plan": ("plan",),
     "api.pretrain": ("finetune", "pretrain"),

@@ -13,6 +13,7 @@ from eagleray.api.evaluate import evaluate as evaluate
 from eagleray.api.export import export as export
 from eagleray.api.export import load as load
 from eagleray.api.export import verify as verify
+from eagleray.api.forget import forget as forget
 from eagleray.api.jobs import Job as Job
 from eagleray.api.jobs import job as job
 from eagleray.api.jobs import jobs as jobs

@@ -130,6 +130,25 @@ def test_the_index_is_kept_in_the_bucket(bucket: str, tmp_path: Path, monkeypatc
         assert keys_of(again) == keys_of(other)
 
 
+ODD = ["a b+c%41", "#?a=b&c", "line\nbreak\t\x01", "ünï😀 [x]{y,z}*", "<&amp;'\"\\;:"]
+
+
+@pytest.mark.parametrize("name", ODD, ids=map(str, range(len(ODD))))
+def test_keys_may_have_any_characters(bucket: str, tmp_path: Path, name: str) -> None:
+    folder, photos = f"{bucket}/{name}", f"{bucket}/photos {name}"
+    shard = next(write_shards(tmp_path / "local", 8, 1).glob("*.tar"))
+    store.STORES["s3"].put(url := f"{folder}/{name}.tar", shard)
+    assert [b.url for b in store.STORES["s3"].list(f"{folder}/")] == [url]
+    for given in (folder, url):
+        index = opened(given)
+        assert len(index) == 8
+        assert bytes(index.read(0, 1)) == shard.read_bytes()[int(index.offset[0]) :][: int(index.size[0])]
+    store.STORES["s3"].write(f"{photos}/{name}/{name}.jpg", jpeg(1))
+    images = opened(photos)
+    assert images.keys(0, 1) == [f"{name}/{name}.jpg"]
+    assert bytes(images.read(0, 1)) == jpeg(1)
+
+
 def test_an_index_goes_with_its_shards_from_a_folder_into_a_bucket(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,12 +113,39 @@ def test_a_profile_of_the_configuration(server: Server, settings: Callable[..., 
     assert "/sa-west-3/" in server.asked[0][1]["authorization"]
 
 
+def test_requests_say_who_pays_for_them(server: Server, settings: Callable[..., None]) -> None:
+    settings(**KEYS, AWS_REQUEST_PAYER="requester")
+    [blob] = store.list_shards("s3://b/train")
+    store.store(blob.url).read(blob.url, 2, 3, tag=blob.tag)
+    assert [headers["x-amz-request-payer"] for _, headers in server.asked] == ["requester"] * 2
+    assert all("x-amz-request-payer" in headers["authorization"] for _, headers in server.asked), "it is signed"
+    settings(AWS_REQUEST_PAYER="me")
+    with pytest.raises(UserError, match="AWS_REQUEST_PAYER=me: expected requester, or"):
+        store.list_shards("s3://b/train")
+
+
+def test_nobody_pays_without_the_variable(server: Server, settings: Callable[..., None]) -> None:
+    settings(**KEYS)
+    store.list_shards("s3://b/train")
+    assert "x-amz-request-payer" not in server.asked[0][1]
+
+
 @pytest.mark.parametrize("secret", ["mysecret", "my/secret"])
 def test_credentials_in_a_url_are_refused_and_not_repeated(settings: Callable[..., None], secret: str) -> None:
     settings()
     with pytest.raises(UserError, match="credentials do not belong in a URL") as caught:
         store.list_shards(f"s3://mykey:{secret}@b/train")
     assert "my" not in str(caught.value)
+
+
+def test_presigned_urls_are_refused_without_their_signature(server: Server, settings: Callable[..., None]) -> None:
+    settings(**KEYS)
+    asked = {"Bucket": "b", "Key": "train/x-000.tar"}
+    url = store.STORES["s3"].client().generate_presigned_url("get_object", Params=asked)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="signed URLs are not read, as they expire; expected an s3://") as caught:
+        store.list_shards([url])
+    assert url.partition("Signature=")[2][:20] not in str(caught.value)
+    assert not server.asked
 
 
 def test_an_answer_that_is_no_xml_is_asked_for_again(server: Server, settings: Callable[..., None]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from eagleray.api.run import Run
@@ -18,7 +17,7 @@ from eagleray.config.source import Source
 from eagleray.data.image_folder import address
 from eagleray.data.index import open_shown, write_index
 from eagleray.data.index_faults import faults_of
-from eagleray.data.index_file import aside_in
+from eagleray.data.quarantine import Quarantine
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
@@ -26,7 +25,6 @@ from eagleray.datasets.sources.source import PrepareOptions
 from eagleray.evaluation.embeddings import open_embedding
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
-from eagleray.storage import store
 from eagleray.storage.store import absolute
 
 
@@ -200,9 +198,10 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     """Return the training steps in which a run read the samples with a key, for example to answer a takedown request.
 
     The result has a dictionary for each sample, with its `shard`, its `key` and the list `steps`. Steps count from 1.
-    `which` computes the steps from the recipe and the index, without reading images. If an image could not be decoded,
-    the run read a neighbouring image instead, and listed the broken image in quarantine.jsonl. `plugins` lists files
-    and modules to load. List the plug-ins of the run too, because `which` does not load them by itself.
+    If the run has forgotten the sample, `forgotten` is the step from which training went on without it, else None.
+    `which` computes the steps from the recipe and the index, without reading images. If an image could not be decoded
+    or is forgotten, the run read a neighbouring image instead, to which the step counts. `plugins` lists files and
+    modules to load. List the plug-ins of the run too, because `which` does not load them by itself.
 
     Raises UserError if the run, the key or the data does not exist, and Outage if a store does not answer.
 
@@ -214,25 +213,27 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
-    from eagleray.data.sample_uses import samples_with, steps_with
-    from eagleray.runs.plan import open_plan
+    from eagleray.data.sample_uses import broken_samples, samples_with, steps_with
+    from eagleray.runs.forgotten import read_forgotten, samples_of
+    from eagleray.runs.plan import opened_again
 
-    with TemporaryDirectory(prefix="eagleray-which-") as scratch:
-        for blob in aside_in(opened.out):  # indexes that could not be stored beside the data
-            (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(opened.out).get(blob.url))
-        data = replace(recipe.data, test=None)
-        plan = open_plan(replace(recipe, out=scratch, data=data), note=lambda _: None)
-        found = list(samples_with(plan.index, key))
+    with opened_again(replace(recipe, out=opened.out)) as plan:
+        index, lines = plan.index, read_forgotten(opened.out)
+        found = list(samples_with(index, key))
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")
+        since = {sample: line["step"] for line in lines if line["key"] == key for sample in samples_of(index, [line])}
+        listed = Quarantine(opened.folder / layout.QUARANTINE, samples=1, limit=1).bad.values()
+        bad = index.forgotten.union(broken_samples(index, listed))
         stop = max((line["step"] for line in read_history(opened.folder / layout.METRICS)), default=0)
         return [
             {
-                "shard": address(plan.index.rows(sample, sample + 1).blob),
+                "shard": address(index.rows(sample, sample + 1).blob),
                 "key": key,
                 "steps": [step + 1 for step in steps],
+                "forgotten": since.get(sample),
             }
-            for sample, steps in zip(found, steps_with(plan.stream, found, stop), strict=True)
+            for sample, steps in zip(found, steps_with(plan.stream, found, stop, bad), strict=True)
         ]
 
 

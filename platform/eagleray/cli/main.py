@@ -14,7 +14,7 @@ import eagleray
 from eagleray.base.console import out, print_error, say, silence
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.files import check_local, writing
-from eagleray.cli import catalogue, embed, evaluate, finetune, init, jobs, plan, tune, verify
+from eagleray.cli import catalogue, embed, evaluate, finetune, forget, init, jobs, plan, tune, verify
 from eagleray.cli import report as report_cli
 from eagleray.cli.options import (
     ImageChannels,
@@ -272,7 +272,9 @@ def which(
         return
     for sample in found:
         steps = ", ".join(map(str, sample["steps"])) or "none"
-        out.print(f"{sample['shard']}: {sample['key']}: read in {len(sample['steps'])} steps: {steps}", markup=False)
+        gone = f"; forgotten: training went on from step {sample['forgotten']}" * (sample["forgotten"] is not None)
+        line = f"{sample['shard']}: {sample['key']}: read in {len(sample['steps'])} steps: {steps}{gone}"
+        out.print(line, markup=False)
 
 
 class Library(StrEnum):
@@ -344,7 +346,7 @@ GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
     "Images": (shard, index, prepare),
     "Recipes": (init.init, catalogue.list_, show, plan.plan),
     "Training": (pretrain, finetune.finetune, tune.tune),
-    "Runs": (report_cli.runs, report_cli.report, report_cli.watch, report_cli.track),
+    "Runs": (report_cli.runs, report_cli.report, report_cli.watch, report_cli.track, forget.forget),
     "Backbones": (evaluate.evaluate, embed.embed, export, verify.verify),
     "Clusters": (jobs.submit, jobs.jobs, jobs.logs, jobs.stop),
 }

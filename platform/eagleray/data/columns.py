@@ -183,6 +183,27 @@ def samples_where(
     check_found(tables, [source])
 
 
+def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], list[str]]:
+    """Return the samples that the file of the option `--samples` lists or, without one, for which the expression of
+    `--where` is true, and the keys of the file that no sample has. Raises UserError when none has any."""
+    given = list(dict.fromkeys(index.sources))
+    asked = [
+        Source(url=s.url, exclude=listed) if listed else Source(url=s.url, where=where, columns=s.columns)
+        for s in given
+    ]
+    tables, found = open_tables(asked), list[int]()
+    for source, ask in zip(given, asked, strict=True):
+        shards = np.flatnonzero([s == source for s in index.sources])
+        weighed = weights_of(index, shards, ask, tables, key="--")
+        for rows, (weight, *_) in zip(rows_of(index, shards), weighed, strict=True):
+            found += (rows.start + np.flatnonzero((weight > 0) != bool(listed))).tolist()
+    if not listed:
+        return found, []
+    if not found:
+        check_found(tables, asked)
+    return found, tables[listed].keys.filter(pa.array(~tables[listed].found)).to_pylist()
+
+
 def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
     """Yield neighbouring shards that have about ROWS samples together."""
     ends = np.cumsum(np.diff(index.first)[shards])

@@ -81,6 +81,7 @@ class Index:
     bad: list[BadSample]
     labelled: bool
     channels: Channels = ()  # the channels of its decoded images; empty: red, green and blue
+    forgotten: frozenset[int] = frozenset()  # samples that a run has to read no more, as if they were broken
 
     def __reduce__(self) -> Any:
         return Index, tuple(getattr(self, f.name) for f in fields(self))  # not the columns that have been read

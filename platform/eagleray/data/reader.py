@@ -273,13 +273,15 @@ class Stream:
     def _decode(
         self, part: StepPart, item: "_NextSample", views: Views, u: NDArray[np.float64]
     ) -> tuple[int, Block, Tensor, Boxes]:
-        """Decode a sample; return it with its block, its image and the boxes of its crops. If it is broken, the next
-        good one of its block stands in, then of the lane's other blocks.
+        """Decode a sample; return it with its block, its image and the boxes of its crops. If it is broken or
+        forgotten, the next good one of its block stands in, then of the lane's other blocks.
 
         Raises UserError when no sample of the lane can be decoded.
         """
-        broken = item.lane_run.broken
+        broken, forgotten = item.lane_run.broken, self.index.forgotten
         for sample, block in self._candidates(item):
+            if sample in forgotten:
+                continue
             if sample not in broken:
                 try:
                     data, channels = block.bytes(sample), self.index.channels
@@ -287,8 +289,8 @@ class Stream:
                 except BadImage as e:
                     broken[sample] = self.index.bad_sample(sample, str(e))
             part.bad.append(broken[sample])
-        last = part.bad[-1]
-        raise UserError(f"no usable image is left in a whole lane of the data; {last.shard}: {last.key}: {last.reason}")
+        why = [f"; {bad.shard}: {bad.key}: {bad.reason}" for bad in part.bad] or [", as all are forgotten"]
+        raise UserError(f"no usable image is left in a whole lane of the data{why[-1]}")
 
     def _candidates(self, item: "_NextSample") -> Iterator[tuple[int, Block]]:
         lane_run = item.lane_run
@@ -296,8 +298,8 @@ class Stream:
             yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
         for i in range(1, len(lane_run.lane)):
             samples = lane_run.epoch.samples(lane_run.lane[(lane_run.at_run + i) % len(lane_run.lane)])
-            block = item.block  # nobody looks at its bytes if all samples are known to be broken
-            if not lane_run.broken.keys() >= set(samples.tolist()):
+            block = item.block  # nobody looks at its bytes if all samples are known to be broken or forgotten
+            if any(s not in lane_run.broken and s not in self.index.forgotten for s in samples.tolist()):
                 if i not in lane_run.stand_in:
                     lane_run.stand_in = {i: Block(item.block.fetcher, samples)}
                 block = lane_run.stand_in[i]

@@ -1,12 +1,16 @@
-"""Says in which steps a sample is read: the order of a stream, computed the other way round."""
+"""Says in which steps a sample is used: the order of a stream, computed the other way round."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from eagleray.data.image_folder import address
 from eagleray.data.index import Index
 from eagleray.data.order import Run
+from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import EpochPlan, Stream
 
 
@@ -17,29 +21,87 @@ def samples_with(index: Index, key: str) -> Iterator[int]:
         yield from (int(index.first[shard]) + row for row in found.to_pylist())
 
 
-def steps_with(stream: Stream, samples: Sequence[int], stop: int) -> list[list[int]]:
-    """Return for each sample the steps before `stop`, counted from 0, whose batch the order gives it to.
+def broken_samples(index: Index, bad: Iterable[BadSample]) -> Iterator[int]:
+    """Yield the samples that a quarantine names, wherever the shards were when it was written."""
+    places = defaultdict[str, set[tuple[int, str]]](set)
+    for sample in bad:
+        places[sample.shard.rpartition("/")[2]].add((sample.offset, sample.key))
+    for number, blob in enumerate(index.shards):
+        if known := places.get(address(blob).rpartition("/")[2]):
+            offset = index.column(number, ["offset"])["offset"].to_numpy()
+            for row in np.flatnonzero(np.isin(offset, [place for place, _ in known])).tolist():
+                if (int(offset[row]), index.key(at := int(index.first[number]) + row)) in known:
+                    yield at
 
-    A batch may have another image in its place, if it is broken, or have it in place of a broken one."""
-    steps: list[list[int]] = [[] for _ in samples]
+
+def steps_with(stream: Stream, samples: Sequence[int], stop: int, bad: Collection[int] = ()) -> list[list[int]]:
+    """Return for each sample the steps before `stop`, counted from 0, whose batch it is in.
+
+    `bad` are samples that are broken or forgotten: none of them is in any batch, and a neighbour stands in for each."""
+    steps: dict[int, list[int]] = {sample: [] for sample in samples}
+    for at, used in _uses(stream, samples, stop, bad):
+        for step, sample in zip(at.tolist(), used.tolist(), strict=True):
+            if sample in steps:
+                steps[sample].append(step)
+    return [sorted(steps[sample]) for sample in samples]
+
+
+def first_step_with(stream: Stream, samples: Collection[int], stop: int, bad: Collection[int] = ()) -> int | None:
+    """Return the first step before `stop`, counted from 0, with any of these samples in its batch, or None. `bad` is as
+    in `steps_with`."""
+    wanted, first = _mask(stream, samples), stop
+    for at, used in _uses(stream, samples, stop, bad):
+        if at[0] - at[0] % stream.steps_per_epoch > first:
+            break  # a later epoch
+        first = min(first, int(at[wanted[used]].min(initial=stop)))
+    return first if first < stop else None
+
+
+def _uses(
+    stream: Stream, samples: Collection[int], stop: int, bad: Collection[int]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield steps before `stop` and the sample that each has in its batch, epoch by epoch, from all blocks that have
+    some of the samples or of the bad ones."""
+    looked, gone = np.array(sorted({*samples, *bad}), np.int64), _mask(stream, bad)
+    blocks = np.unique(np.searchsorted(stream.index.starts, looked, "right") - 1)
     for number in range(-(-stop // stream.steps_per_epoch)):
         epoch = stream.epoch(number)  # an epoch of millions of samples takes seconds, so it is made once for all
-        for sample, mine in zip(samples, steps, strict=True):
-            mine += sorted(step for step in _steps_in(stream, epoch, sample) if step < stop)
-    return steps
+        for at, used in _uses_in(stream, epoch, blocks, gone):
+            if (here := at < stop).any():
+                yield at[here], used[here]
 
 
-def _steps_in(stream: Stream, epoch: EpochPlan, sample: int) -> Iterator[int]:
-    """Yield the steps of an epoch that read a sample, in the order of its block's visits."""
+def _uses_in(
+    stream: Stream, epoch: EpochPlan, blocks: NDArray[np.int64], gone: NDArray[np.bool_]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the steps of an epoch and the sample that is used in each, for every part of these blocks' visits that a
+    lane reads. `gone` (N,) are the bad samples."""
     length, each = stream.samples_per_lane, stream.batch // stream.lanes
-    block = int(np.searchsorted(stream.index.starts, sample, "right")) - 1
-    for visit in range(*np.searchsorted(epoch.visits.blocks, [block, block + 1]).tolist()):
-        size = int(epoch.visits.sizes[visit])
-        at = np.flatnonzero(epoch.samples(Run(visit, 0, size)) == sample)
-        place = int(np.flatnonzero(epoch.order.blocks == visit)[0])
-        begin = int(epoch.order.ends[place]) - size
-        if len(at) and (lane := (begin + int(at[0])) // length) < stream.lanes:
-            first, last = max(lane * length - begin, 0), min((lane + 1) * length - begin, size)
-            order = Run(visit, first, last).order(seed=stream.seed, epoch=epoch.number)
-            position = begin + first - lane * length + int(np.flatnonzero(order == at[0])[0])
-            yield epoch.number * stream.steps_per_epoch + position // each
+    for place in np.flatnonzero(np.isin(epoch.visits.blocks[epoch.order.blocks], blocks)).tolist():
+        end, visit = int(epoch.order.ends[place]), int(epoch.order.blocks[place])
+        begin = end - int(epoch.order.sizes[place])
+        for lane in range(begin // length, min(-(-end // length), stream.lanes)):
+            run = Run(visit, max(lane * length - begin, 0), min((lane + 1) * length, end) - begin)
+            order = epoch.samples(run)[run.order(seed=stream.seed, epoch=epoch.number) - run.first]
+            position = begin + run.first - lane * length + np.arange(len(order))
+            used = order.copy()
+            for i in np.flatnonzero(gone[order]).tolist():
+                behind = np.roll(order, -i)
+                good = behind[~gone[behind]]
+                used[i] = good[0] if len(good) else _of_another_block(stream, epoch, lane, run, gone)
+            yield epoch.number * stream.steps_per_epoch + position // each, used
+
+
+def _of_another_block(stream: Stream, epoch: EpochPlan, number: int, run: Run, gone: NDArray[np.bool_]) -> int:
+    """Return what stands in for the samples of a run that are all bad: the first good one of the lane's next runs."""
+    lane = epoch.order.lane(number, lanes=stream.lanes, batch=stream.batch)
+    at = int(np.flatnonzero(lane.blocks == run.block)[0])
+    others = (epoch.samples(lane[(at + i) % len(lane)]) for i in range(1, len(lane)))
+    return next(int(samples[~gone[samples]][0]) for samples in others if not gone[samples].all())
+
+
+def _mask(stream: Stream, samples: Collection[int]) -> NDArray[np.bool_]:
+    """Return which samples of the stream's index (N,) are among these."""
+    mask = np.zeros(len(stream.index), bool)
+    mask[list(samples)] = True
+    return mask

@@ -219,6 +219,13 @@ def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
     return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
 
 
+def delete_after(url: str | Path, step: int) -> None:
+    """Delete the checkpoints of later steps than this one."""
+    for file in sorted(blobs_of(url)):  # a manifest before its checkpoint
+        if step_of(stem(file)) > step:
+            _delete(file)
+
+
 class CheckpointListing(NamedTuple):
     """The files that one rank has found in the folder of checkpoints, for the others."""
 

@@ -14,6 +14,7 @@ from eagleray.evaluation.target import Target
 from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
 from eagleray.runs.command import read_environment
+from eagleray.runs.forgotten import read_forgotten, told
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.provenance import Provenance, statements
 from eagleray.runs.summary import EXPORTED, read_summary
@@ -65,6 +66,7 @@ def origin(source: Source) -> Iterator[str]:
         done = final(source) if source.step is None else {}
         more = f", {done['images']} images, {done['epochs']} epochs" if done else ""
         yield f"training: {source.steps} steps{more}"
+    yield from (f"forgotten: {line}" for line in told(read_forgotten(source.out)))
     packages, names = read_environment(source.folder).get("packages", {}), ("eagleray", "torch", "timm")
     yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in names if n in packages) or 'unknown'}"
     yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"

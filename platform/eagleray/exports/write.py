@@ -83,7 +83,7 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, li
 def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
     """Return the facts about the backbone of a source, which is published under a licence."""
     features, parameters = source.backbone.dim, sum(p.numel() for p in source.backbone.parameters())
-    how = source.recipe, source.folder, source.network
+    how = source.recipe, source.out, source.folder, source.network
     facts = facts_of(*how, features=features, parameters=parameters, steps=source.steps)
     return replace(facts, licence=licence, encoder=source.what or "")
 

@@ -240,8 +240,15 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
 
 
 def labelled_samples(index: Index) -> NDArray[np.int64]:
-    """Return the samples that have a label."""
-    return np.flatnonzero(index.label >= 0)
+    """Return the samples that have a label and are not forgotten."""
+    samples = remaining_samples(index)
+    return samples[index.label[samples] >= 0]
+
+
+def remaining_samples(index: Index) -> NDArray[np.int64]:
+    """Return the samples that are not forgotten."""
+    samples = np.arange(len(index))
+    return np.delete(samples, sorted(index.forgotten)) if index.forgotten else samples
 
 
 def no_image_error(index: Index) -> UserError:

@@ -67,8 +67,8 @@ def some_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def images_of(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, Pixels]]:
-    """Yield the number of each sample whose image decodes, and the image."""
-    numbers = samples.tolist()
+    """Yield the number of each sample whose image decodes and is not forgotten, and the image."""
+    numbers = [sample for sample in samples.tolist() if sample not in index.forgotten]
     for sample, data in zip(numbers, ordered_map(lambda n: index.read(n, n + 1), numbers), strict=True):
         with contextlib.suppress(BadImage):
             yield sample, decode(data).permute(1, 2, 0).numpy()

@@ -24,7 +24,7 @@ from eagleray.methods.method import Classifier
 from eagleray.models.backbone import Backbone
 from eagleray.models.token_linear import on_device
 from eagleray.protocols.digests import digest, weights_digest
-from eagleray.protocols.features import subset
+from eagleray.protocols.features import remaining_samples, subset
 from eagleray.protocols.probes import ProbeSets, evaluate
 from eagleray.protocols.settings import Evaluate
 from eagleray.runs import layout
@@ -142,7 +142,7 @@ def held_out(plan: Plan) -> HeldOut:
     if sets := ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit):
         return Probed(sets)
     index = plan.test or plan.index
-    return Unlabelled(index, subset(np.arange(len(index)), MOST_CROPPED), "test" if plan.test else "training")
+    return Unlabelled(index, subset(remaining_samples(index), MOST_CROPPED), "test" if plan.test else "training")
 
 
 def online(run: RankRun, step: int, starts: int = 1) -> Scores:

@@ -12,6 +12,7 @@ HEALTH_PLOT = "health.png"
 NEIGHBOURS = "neighbours.png"  # some images at the end of the run, each with those nearest to it
 STARTS = "starts.jsonl"  # a line for each start, each last step and each orderly end
 QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
+FORGOTTEN = "forgotten.jsonl"  # a line for each image that the run has forgotten
 SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
 START = "start.txt"  # what the run took over by `start`, and what not
 START_SCORES = "start.json"  # numbers of the backbone that the run started from

@@ -24,6 +24,7 @@ from eagleray.runs import layout, provenance
 from eagleray.runs import recipe as recipes
 from eagleray.runs.attempts import read_starts
 from eagleray.runs.command import read_environment
+from eagleray.runs.forgotten import read_forgotten, told
 from eagleray.runs.licences import UNKNOWN, by_name, in_card
 from eagleray.runs.plan import DIGESTS, Plan
 from eagleray.runs.provenance import IMAGES, Material, Provenance, Record, parse_record, published
@@ -107,9 +108,10 @@ def newest_digest(out: str) -> str:
 
 
 def facts_of(
-    recipe: Recipe, folder: Path, network: Network, *, features: int, parameters: int, steps: int | None
+    recipe: Recipe, out: str, folder: Path, network: Network, *, features: int, parameters: int, steps: int | None
 ) -> Provenance:
-    """Return the facts about weights of the run whose folder on this machine is given. Raises UserError."""
+    """Return the facts about weights of the run at `out`, whose files on this machine are in `folder`. Raises
+    UserError."""
     starts = read_starts(folder / layout.STARTS)
     noted = {name: tuple(dict.fromkeys(str(s[name]) for s in starts if name in s)) for name in DIGESTS[1:]}
     return Provenance(
@@ -122,6 +124,7 @@ def facts_of(
         digests={DIGESTS[0]: (recipes.digest(recipe),)} | {name: found for name, found in noted.items() if found},
         commit=str(read_environment(folder).get("commit", "")),
         materials=in_folder(folder) or tuple(unrecorded(recipe)),
+        forgotten=tuple(told(read_forgotten(out))),
     )
 
 

@@ -4,14 +4,16 @@ Digests of recipe, data, order and code are in checkpoints, exports and starts.j
 that cannot be repeated.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -23,14 +25,17 @@ from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
 from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index, ScanAll, open_index, scan_here
+from eagleray.data.index_file import aside_in
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.data.reader import Stream
 from eagleray.data.selection import Selection
 from eagleray.protocols.digests import digest
-from eagleray.runs import fit
+from eagleray.runs import fit, layout
 from eagleray.runs.build import scaled_lr
+from eagleray.runs.forgotten import read_forgotten, samples_of, told
 from eagleray.runs.recipe import Recipe, needs_boxes
 from eagleray.runs.recipe import digest as recipe_digest
+from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import DataInput
 from eagleray.storage import store
 from eagleray.storage.block_cache import Cache
@@ -49,6 +54,7 @@ class Plan:
     stream: Stream
     test: Index | None
     steps: int  # steps of the whole run; with max_steps fewer than the schedules are made for
+    forgotten: tuple[str, ...] = ()  # what is said of images that the run has forgotten
 
     @property
     def index(self) -> Index:
@@ -113,6 +119,8 @@ def open_plan(
     sources = data.sources()
     with named("data.train"):
         index = open_on_all(partial(opening, sources))
+    forgotten = dist.from_rank_zero(lambda: read_forgotten(recipe.out))
+    index = replace(index, forgotten=samples_of(index, forgotten))
     with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe may name the place
         test = open_on_all(partial(opening, data.test)) if data.test else None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
@@ -135,7 +143,19 @@ def open_plan(
     )
     if (images := stream.samples_per_epoch) < recipe.optim.batch:
         raise fit.too_small(recipe, images)
-    return Plan(recipe, stream, test, steps_of(recipe, stream))
+    return Plan(recipe, stream, test, steps_of(recipe, stream), tuple(told(forgotten)))
+
+
+@contextlib.contextmanager
+def opened_again(recipe: Recipe) -> Iterator[Plan]:
+    """A context with the plan of a run that exists, without its test set, for a command that asks for its order.
+    Nothing is written into the run's folder. Raises as `open_plan`."""
+    with TemporaryDirectory(prefix="eagleray-order-") as scratch:
+        for blob in aside_in(recipe.out):  # indexes that could not be stored beside the data
+            (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(recipe.out).get(blob.url))
+        (Path(scratch) / layout.FORGOTTEN).write_text(run_store(recipe.out).get(layout.FORGOTTEN) or "")
+        data = replace(recipe.data, test=None)
+        yield open_plan(replace(recipe, out=scratch, data=data), note=lambda _: None)
 
 
 def _select(index: Index) -> Selection | None:

@@ -81,6 +81,8 @@ def pretrain(
             log.info("curriculum: before epoch %d, %s", phase.until, phase)
         if plan.stream.selection:
             log.info("data.train: %s", plan.stream.selection)
+        for line in plan.forgotten:
+            log.info("forgotten: %s", line)
         if world.why:
             log.warning("started again: %s", world.why)
         if recipe.start and state is None:
@@ -128,7 +130,7 @@ def write_export(backbone: Backbone, recipe: Recipe, out: Path, images: Preproce
     folder, parameters = out / layout.EXPORT, sum(p.numel() for p in backbone.parameters())
     to_timm(backbone, recipe.backbone, folder, images)
     names = [name for name in (FILE, DESCRIPTION, CONFIG) if (folder / name).exists()]
-    facts = facts_of(recipe, out, recipe.backbone, features=backbone.dim, parameters=parameters, steps=step)
+    facts = facts_of(recipe, recipe.out, out, recipe.backbone, features=backbone.dim, parameters=parameters, steps=step)
     remove_stale(folder, names)
     seal(folder, names, facts)
 

@@ -62,6 +62,7 @@ class Provenance:
     commit: str = ""  # of the code; empty where it was no checkout of git
     licence: str = ""  # under which the weights are published; empty if nobody has said
     materials: tuple[Material, ...]
+    forgotten: tuple[str, ...] = ()  # how many images the run has forgotten, and since which step
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 of the export's other files
     # Digests of the tensors of those files that are of safetensors.
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict
@@ -166,15 +167,7 @@ class RunDir:
             lines = read_history(self.path / layout.METRICS)
             reached = lines[-1]["step"] if lines else 0
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
-            skipped = self.path / layout.SKIPPED  # most runs have none
-            self.skipped = JsonLines(skipped, step=step if skipped.exists() else None)
-            self.metrics = JsonLines(self.path / layout.METRICS, step=step)
-            self.steps = JsonLines(self.path / layout.STEPS, step=step)
-            found = lengths or {}  # what is found later than at its step, or at none
-            self.findings = JsonLines(self.path / layout.HEALTH, lines=found.get(layout.HEALTH, 0))
-            if (bad := self.path / layout.QUARANTINE).exists():
-                JsonLines(bad, lines=found.get(layout.QUARANTINE, 0))
-            self.histories = (self.skipped, self.metrics, self.steps, self.findings)
+            self.cut(step, lengths or {})
             if self.mirror:
                 self.mirror.start()  # no line of a history is dropped any more
             from eagleray.runs.mlflow_log import MLflow
@@ -186,6 +179,22 @@ class RunDir:
             self.mlflow = MLflow(self.path, self.tracking, flat(self.recipe), inputs, step)
             if lengths is not None:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
+
+    def cut(self, step: int, found: Mapping[str, int]) -> None:
+        """Drop what the histories say of later steps than this one, on rank 0. `found` is what `lengths` returned at
+        this step, or nothing at the first one: what is found later than at its step, or at none."""
+        if read_summary(self.path).get("steps", 0) > step:  # those of an end behind which the run goes back
+            (self.path / layout.SUMMARY).unlink()
+            shutil.rmtree(self.path / layout.EXPORT, ignore_errors=True)
+        skipped = self.path / layout.SKIPPED  # most runs have none
+        self.skipped = JsonLines(skipped, step=step if skipped.exists() else None)
+        self.steps = JsonLines(self.path / layout.STEPS, step=step)
+        self.findings = JsonLines(self.path / layout.HEALTH, lines=found.get(layout.HEALTH, 0))
+        if (bad := self.path / layout.QUARANTINE).exists():
+            JsonLines(bad, lines=found.get(layout.QUARANTINE, 0))
+        # It tells how far the run was, so it is cut last: what is killed meanwhile can be repeated.
+        self.metrics = JsonLines(self.path / layout.METRICS, step=step)
+        self.histories = (self.skipped, self.metrics, self.steps, self.findings)
 
     def lengths(self) -> dict[str, int]:
         """Return how many lines those histories have on rank 0 that a start cannot cut off at its step."""

@@ -24,7 +24,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import sharing_copy
 from eagleray.protocols.crop_retrieval import random_crops, share_found
 from eagleray.protocols.eval_mode import in_eval_mode
-from eagleray.protocols.features import labelled_samples, subset
+from eagleray.protocols.features import labelled_samples, remaining_samples, subset
 from eagleray.protocols.image_batches import Reading, batches
 from eagleray.protocols.knn import vote
 from eagleray.runs.health import LOST_START, Finding
@@ -54,7 +54,7 @@ class StartGuard:
         self.every, self.labelled = plan.recipe.monitor.every, plan.index.labelled
         if self.settings:
             # Images with labels, if there are any
-            samples = labelled_samples(plan.index) if self.labelled else np.arange(len(plan.index))
+            samples = labelled_samples(plan.index) if self.labelled else remaining_samples(plan.index)
             most = MOST if self.labelled else LEAST
             self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), most))
             self.labels = torch.from_numpy(plan.index.label[self.samples])

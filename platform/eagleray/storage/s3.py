@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagleray.base.errors import explained, one_line
+from eagleray.base.errors import UserError, explained, one_line
 from eagleray.storage import error_classes
 from eagleray.storage.answers import understood
 from eagleray.storage.blob import Blob
@@ -24,6 +24,7 @@ MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
 UPLOADS = 4  # parts uploaded at once
 UPLOAD = "upload"  # metadata of a file in parts: which upload it is from
 VANISHED = "the AWS credentials that were found before are gone"
+PAYER, REQUESTER = "AWS_REQUEST_PAYER", "requester"  # the variable by which GDAL is told to pay, and its only value
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
@@ -203,7 +204,16 @@ def make_client() -> Any:
         sender._pool_classes_by_scheme.update(with_floor(sender._pool_classes_by_scheme))
         # An answer to "may I send?" would be read by a class of botocore's own, without the floor.
         client.meta.events.register("request-created.s3", _send_at_once)
+        if (payer := os.environ.get(PAYER, REQUESTER)) != REQUESTER:
+            raise UserError(f"{PAYER}={payer}: expected {REQUESTER}, or no such variable")
+        if PAYER in os.environ:
+            client.meta.events.register("before-call.s3", _pay)
         return client
+
+
+def _pay(params: Any, **_: Any) -> None:
+    """Let a request say that its sender pays for it, before it is signed."""
+    params["headers"]["x-amz-request-payer"] = REQUESTER
 
 
 def _send_at_once(request: Any, **_: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from eagleray.base.errors import Outage, UserError, hide_secrets
+from eagleray.base.errors import Outage, UserError, has_secrets, hide_secrets
 from eagleray.base.files import durable_path, make_folder, sync_file, sync_folder
 from eagleray.storage.blob import Blob, new_buffer
 from eagleray.storage.error_classes import RIGHTS, Allowed, Right
@@ -269,6 +269,8 @@ def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Lite
         if part:
             return "folder" if storage.lists and next(storage.walk(url), None) else ""
         there = _list(url, "", patience)
+        if not there and storage.lists:  # a folder with nothing but folders in it
+            there = list(itertools.islice(storage.walk(url), 1))
     except UserError as e:  # such as of a web server that does not like the name; whoever lists hears it again
         if isinstance(e.__context__, Outage):
             raise
@@ -371,6 +373,9 @@ def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
     if unnamed := [p.url for p in mine if p.is_glob]:
         from eagleray.storage.https import NO_LISTING
 
+        if has_secrets(unnamed[0]):
+            how = "expected an s3://, gs:// or az:// URL, with credentials in the environment"
+            raise UserError(f"{hide_secrets(unnamed[0])}: signed URLs are not read, as they expire; {how}")
         address, _, query = unnamed[0].partition("?")
         hint = f"; queries are not sent: expected {address}" if query else ""
         raise UserError(f"{hide_secrets(unnamed[0])}: {NO_LISTING}{hint}")

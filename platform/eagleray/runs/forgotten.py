@@ -1,0 +1,67 @@
+"""Keep the list of images that a run has forgotten: in its order each is replaced as a broken image is.
+
+`forgotten.jsonl` has a line for each image. It is written last: a run that has it holds nothing that these images have
+changed, so the list counts from the first step on.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eagleray.base.files import parse_lines
+from eagleray.data.image_folder import whole
+from eagleray.data.index import Index
+from eagleray.runs import layout
+from eagleray.runs.run_store import run_store
+
+Lines = list[dict[str, Any]]
+KINDS = {"shard": str, "key": str, "step": int}  # the values of a line
+
+
+def read_forgotten(out: str) -> Lines:
+    """Return the lines of a run's forgotten.jsonl: shard, key and the step from which the run went on without it. A
+    line without them is left out: a run's folder may come from a stranger."""
+    lines = parse_lines((run_store(out).get(layout.FORGOTTEN) or "").split("\n"))
+    return [line for line in lines if {name: type(line.get(name)) for name in KINDS} == KINDS]
+
+
+def write_forgotten(out: str, lines: Lines) -> None:
+    """Replace a run's forgotten.jsonl. Raises OSError when it cannot be written."""
+    run_store(out).put(layout.FORGOTTEN, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
+    """Return the lines of samples that a run forgets, which goes on from a step."""
+    names = [_name(index, shard) for shard in range(len(index.shards))]
+    return [
+        {"shard": names[int(index.shard[s])], "key": index.keys(s, s + 1)[0], "step": step} for s in sorted(samples)
+    ]
+
+
+def samples_of(index: Index, lines: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the samples that lines name by shard and key, wherever the shards are now."""
+    wanted = defaultdict[str, list[str]](list)
+    for line in lines:
+        wanted[line["shard"]].append(line["key"])
+    found: list[int] = []
+    for shard in range(len(index.shards)) if wanted else ():
+        if keys := wanted.get(_name(index, shard)):
+            there = pc.is_in(index.column(shard, ["key"])["key"], value_set=pa.array(keys, pa.string())).to_numpy()
+            found += (np.flatnonzero(there) + index.first[shard]).tolist()
+    return frozenset(found)
+
+
+def told(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield how many images a run has forgotten at once, and from which step it went on without them."""
+    for step, count in sorted(Counter(line["step"] for line in lines).items()):
+        yield f"{count} image{'s' * (count > 1)}, training went on from step {step}"
+
+
+def _name(index: Index, shard: int) -> str:
+    """Return the name of a shard; all parts of a folder of images have one name, as the paths in it are unique."""
+    return whole(index.shards[shard]).url.rpartition("/")[2]
