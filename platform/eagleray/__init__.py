@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 # The module of each public name; `__init__.pyi` says the same to type checkers.
 _MODULES = {
     "api.checks": ("MethodReport", "check_method"),
+    "api.curate": ("curate",),
     "api.data": ("data_map", "index", "measure", "prepare", "which"),
     "api.embed": ("embed", "find_clusters"),
     "api.evaluate": ("Refused", "Scores", "evaluate"),

@@ -1,5 +1,6 @@
 from eagleray.api.checks import MethodReport as MethodReport
 from eagleray.api.checks import check_method as check_method
+from eagleray.api.curate import curate as curate
 from eagleray.api.data import data_map as data_map
 from eagleray.api.data import index as index
 from eagleray.api.data import measure as measure

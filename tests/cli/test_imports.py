@@ -111,6 +111,8 @@ MISTAKES = {
     "embed FOLDER/none SHARDS": "FOLDER/none: no such run",
     "embed timm:resnet18 FOLDER/none": "FOLDER/none: cannot be read",
     "data cluster FOLDER/none FOLDER/none": "FOLDER/none: cannot be read",
+    "curate FOLDER/none timm:resnet18 out=FOLDER/out": "FOLDER/none: cannot be read",
+    "curate SHARDS FOLDER/none out=FOLDER/out": "FOLDER/none: no such run",
     "data map FOLDER/none": "FOLDER/none: cannot be read",
     "data measure FOLDER/none": "FOLDER/none: cannot be read",
     "data stats FOLDER/none": "FOLDER/none: cannot be read",

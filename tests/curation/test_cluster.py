@@ -1,6 +1,7 @@
 """`eagleray data cluster`: columns for planted copies and rare subjects, which a recipe chooses by."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from eagleray.base import devices, dist
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.curation import cluster as clustering
+from eagleray.curation import copies, kmeans
 from eagleray.curation.cluster import Task
+from eagleray.curation.stages import Stages
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, select
 from eagleray.data.digests import data_digest
@@ -44,28 +47,41 @@ def subject_of(row: NDArray[np.int64] | int) -> Any:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
+    return written(tmp_path / "shards", range(sum(SUBJECTS)))
+
+
+def written(folder: Path, numbers: Iterable[int]) -> Path:
     """Images of falling size; what is in them does not matter, as the features are given."""
-    samples = (Sample(f"{i:06d}", "jpg", b"x" * (2000 - i), int(subject_of(i))) for i in range(sum(SUBJECTS)))
-    write_shards(samples, str(tmp_path / "shards"), size=50_000)
-    return tmp_path / "shards"
+    samples = (Sample(f"{i:06d}", "jpg", b"x" * (2000 - i), int(subject_of(i))) for i in numbers)
+    write_shards(samples, str(folder), size=50_000)
+    return folder
 
 
 @pytest.fixture
 def features(shards: Path, tmp_path: Path) -> str:
+    return embedded(shards, tmp_path / "features")
+
+
+def embedded(shards: Path, folder: Path) -> str:
     """An embedding in which subjects lie apart, and copies close together."""
     index = open_index(str(shards))
     rows = np.array([int(index.key(i)) for i in range(len(index))])
-    draw = np.random.default_rng(0)
-    x = np.eye(DIM)[subject_of(np.arange(len(rows)))] + draw.normal(0, 0.25, (len(rows), DIM))
-    copies = np.arange(9, len(rows), 10)
-    x[copies] = x[copies - 1] + draw.normal(0, 0.01, (len(copies), DIM))
+    x = vectors()
     settings = {"digest": "d", "kind": "pooled", "dim": DIM, "size": 32, "resize": 32, "precision": "float32"}
     about = About(WHAT, settings, data_digest(index, np.arange(len(index))), len(index))
-    table = SampleTable.create(str(tmp_path / "features"), about)
+    table = SampleTable.create(str(folder), about)
     for part in table.parts:
         mine = rows[table.samples(part)]
-        table.write(part, index, {COLUMN: column_of(x[mine].astype(np.float32), mine != BROKEN)})
+        table.write(part, index, {COLUMN: column_of(x[mine], mine != BROKEN)})
     return table.folder
+
+
+def vectors() -> NDArray[np.float32]:
+    draw = np.random.default_rng(0)
+    x = np.eye(DIM)[subject_of(np.arange(sum(SUBJECTS)))] + draw.normal(0, 0.25, (sum(SUBJECTS), DIM))
+    copies = np.arange(9, len(x), 10)
+    x[copies] = x[copies - 1] + draw.normal(0, 0.01, (len(copies), DIM))
+    return x.astype(np.float32)
 
 
 def columns(folder: str) -> pandas.DataFrame:
@@ -73,7 +89,7 @@ def columns(folder: str) -> pandas.DataFrame:
 
 
 def test_copies_and_subjects_are_found(features: str, shards: Path) -> None:
-    table = columns(eagleray.find_clusters(features, shards, clusters=[3], similar=0.98, keep=0.4))
+    table = columns(eagleray.find_clusters(features, shards, clusters=[3], similar=0.98, keep=0.4, seed=3))
     assert table["cluster"].isna().sum() == table["cluster_size"].isna().sum() == 1
     assert np.isnan(table["cluster"].iloc[BROKEN])
     assert table["balance"].iloc[BROKEN] == 0
@@ -130,7 +146,7 @@ def test_a_recipe_chooses_by_the_columns(features: str, shards: Path) -> None:
 def test_ranks_write_what_one_process_writes(
     features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    monkeypatch.setattr(copies, "TOGETHER", 2 * DIM * 20)
     options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.98, "seed": 3}
     alone = columns(eagleray.find_clusters(features, shards, tmp_path / "alone", **options))
     given = sample_table.read_about(str(tmp_path / "alone"))
@@ -142,7 +158,7 @@ def test_ranks_write_what_one_process_writes(
     shown = on_ranks(2, work, tmp_path, task, start="fork")
     pandas.testing.assert_frame_equal(columns(table.folder), alone, atol=1e-5)
     for phases in shown:
-        assert set(phases) == {"k-means", "sorting by cluster", "near copies"}
+        assert set(phases) == {"reading", "k-means", "assigning", "sorting by cluster", "near copies"}
         assert all(0 < done <= total for done, total in phases.values())
 
 
@@ -158,9 +174,9 @@ def test_each_part_is_read_once_for_all_batches(
         read.append(int(samples[0]))
         return read_features(table, samples)
 
-    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    monkeypatch.setattr(copies, "TOGETHER", 2 * DIM * 20)
     monkeypatch.setattr(clustering, "find_clusters", remembering(clustering.find_clusters, read))
-    monkeypatch.setattr(clustering, "read_features", counted)
+    monkeypatch.setattr(copies, "read_features", counted)
     again = Path(eagleray.find_clusters(features, shards, tmp_path / "again", **options))
     assert read == list(range(0, sum(SUBJECTS), 64))
     assert all((again / p.name).read_bytes() == p.read_bytes() for p in whole.glob("part-*"))
@@ -175,6 +191,119 @@ def remembering(honest: Any, read: list[int]) -> Any:
         return clusters
 
     return found
+
+
+def test_the_order_of_the_samples_changes_no_more_than_the_names_of_clusters(
+    features: str, shards: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.9, "seed": 3}
+    one = columns(eagleray.find_clusters(features, shards, **options))
+    turned = written(tmp_path / "turned", reversed(range(sum(SUBJECTS))))
+    two = columns(eagleray.find_clusters(embedded(turned, tmp_path / "turned-features"), turned, **options))
+    for level in ("cluster", "cluster_2"):
+        pairs = set(zip(one[level].fillna(-1), two[level].fillna(-1), strict=True))
+        assert len(pairs) == one[level].nunique() + 1 == two[level].nunique() + 1
+    original = [table["duplicate_of"].str.rpartition("/")[2] for table in (one, two)]
+    assert original[0].equals(original[1])
+    same = ["centre_similarity", "cluster_size", "similarity", "balance"]
+    pandas.testing.assert_frame_equal(one[same], two[same], atol=1e-5)
+
+
+def test_what_was_killed_after_any_stage_continues_to_the_same_bytes(
+    features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "TOGETHER", 2 * DIM * 60)
+    options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.9, "seed": 3}
+    saved: list[str] = []
+    honest = Stages.save
+
+    def save(self: Stages, name: str, **arrays: Any) -> Any:
+        if len(saved) == stop:
+            raise KeyboardInterrupt
+        saved.append(name)
+        return honest(self, name, **arrays)
+
+    monkeypatch.setattr(Stages, "save", save)
+    stop = 1000
+    whole = Path(eagleray.find_clusters(features, shards, tmp_path / "whole", **options))
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    assert not [name for name in before if name.startswith("_stage-")], "nothing is left behind"
+    stages = list(saved)
+    assert len({name.partition("-")[0] for name in stages}) == 3
+    assert len(stages) == len(stages[: stages.index("nearest-000000")]) + 4 + sum("copies" in s for s in stages)
+    assert sum("copies" in name for name in stages) > 2
+    for kill in range(1, len(stages), 2):
+        saved.clear()
+        stop = kill
+        with pytest.raises(KeyboardInterrupt):
+            eagleray.find_clusters(features, shards, tmp_path / str(kill), **options)
+        assert len(list((tmp_path / str(kill)).glob("_stage-*"))) == len(set(stages[:kill]))
+        stop = 1000
+        again = Path(eagleray.find_clusters(features, shards, tmp_path / str(kill), **options))
+        assert saved == stages, "no stage was computed twice"
+        assert {path.name: path.read_bytes() for path in again.iterdir()} == before
+
+
+@pytest.mark.parametrize("similar", [0.9, 0.8, 0.6])
+def test_with_all_clusters_as_neighbours_the_search_is_exact(
+    similar: float, features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Borders between clusters, the size of files and of groups of guests do not matter then: no two images that stay
+    are near copies, and each copy leads to an image that stays and is larger."""
+    monkeypatch.setattr(clustering, "NEIGHBOURS", 12)
+    monkeypatch.setattr(copies, "TOGETHER", 2 * DIM * 40)
+    monkeypatch.setattr(copies, "GUESTS", 7)
+    table = columns(eagleray.find_clusters(features, shards, clusters=[12], similar=similar)).drop(f"{BROKEN:06d}")
+    x = np.delete(vectors(), BROKEN, axis=0)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    stays = table["duplicate_of"].isna().to_numpy()
+    among = x[stays] @ x[stays].T - 2 * np.eye(stays.sum())
+    assert among.max() < similar + 1e-3
+    original = table["duplicate_of"].str.rpartition("/")[2].dropna()
+    assert (original.index > original).all(), "keys rise as files get smaller"
+    assert stays[table.index.get_indexer(original)].all()
+    like = (x[table.index.get_indexer(original.index)] * x[table.index.get_indexer(original)]).sum(1)
+    assert (like >= similar - 1e-3).mean() > 0.8, "but for copies of what became a copy itself"
+    assert ((x @ x[stays].T)[~stays].max(1) >= similar - 1e-3).mean() > 0.8
+
+
+def test_copies_are_found_across_borders(
+    features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one cluster for three images, borders lie between many images and their copies."""
+    options: dict[str, Any] = {"clusters": [65], "similar": 0.98, "seed": 1}
+    table = columns(eagleray.find_clusters(features, shards, tmp_path / "few", **options))
+    planted = set(range(9, sum(SUBJECTS), 10))
+    assert set(table["duplicate_of"].dropna().index.astype(int)) == planted
+    monkeypatch.setattr(clustering, "NEIGHBOURS", 1)
+    alone = columns(eagleray.find_clusters(features, shards, tmp_path / "none", **options))
+    assert set(alone["duplicate_of"].dropna().index.astype(int)) <= planted
+
+
+def test_no_more_than_a_piece_of_the_features_is_in_memory(
+    features: str, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read at once is a part of the table, a piece of the file that k-means reads, or a cluster with GUESTS."""
+    monkeypatch.setattr(kmeans, "PIECE", 50)
+    monkeypatch.setattr(copies, "GUESTS", 5)
+    blocks: list[int] = []
+    honest = copies.Likeness
+
+    def likeness(x: Any, *others: Any) -> Any:
+        blocks.append(len(x))
+        return honest(x, *others)
+
+    def pieces(file: Any, kind: Any, count: int) -> Any:
+        found = fromfile(file, kind, count)
+        blocks.append(len(found) // DIM)
+        return found
+
+    fromfile = np.fromfile
+    monkeypatch.setattr(copies, "Likeness", likeness)
+    monkeypatch.setattr(np, "fromfile", pieces)
+    table = columns(eagleray.find_clusters(features, shards, clusters=[12], similar=0.98))
+    assert len(blocks) > 50
+    assert max(blocks) <= max(50, table["cluster"].value_counts().max() + 5)
 
 
 @pytest.mark.slow
@@ -214,9 +343,9 @@ def test_features_that_tell_nothing_apart_are_noticed(
 
 def test_clusters_are_compared_in_batches_that_fit() -> None:
     starts = np.array([0, 5, 6, 30, 33])
-    assert list(clustering.in_batches(starts, 40, 8)) == [(0, 6), (6, 30), (30, 33), (33, 40)]
-    assert list(clustering.in_batches(starts, 40, 1000)) == [(0, 40)]
-    assert list(clustering.in_batches(np.array([0]), 40, 8)) == [(0, 40)]
+    assert list(copies.in_batches(starts, 40, 8)) == [(0, 6), (6, 30), (30, 33), (33, 40)]
+    assert list(copies.in_batches(starts, 40, 1000)) == [(0, 40)]
+    assert list(copies.in_batches(np.array([0]), 40, 8)) == [(0, 40)]
 
 
 def test_small_batches_find_the_same(
@@ -224,7 +353,7 @@ def test_small_batches_find_the_same(
 ) -> None:
     options: dict[str, Any] = {"clusters": [12, 3], "similar": 0.9}
     whole = columns(eagleray.find_clusters(features, shards, tmp_path / "whole", **options))
-    monkeypatch.setattr(clustering, "TOGETHER", 4 * DIM * 20)
+    monkeypatch.setattr(copies, "TOGETHER", 2 * DIM * 20)
     parts = columns(eagleray.find_clusters(features, shards, tmp_path / "parts", **options))
     pandas.testing.assert_frame_equal(parts, whole, atol=1e-6)
 
@@ -248,7 +377,10 @@ def test_what_was_killed_is_made_again_and_other_numbers_are_refused(features: s
             "error: --clusters 3,30: expected falling numbers from at most 195, the samples, to 1",
         ),
         (["--clusters", "300"], "error: --clusters 300: expected falling numbers from at most 195, the samples, to 1"),
-        (["--clusters", "195"], "features: 194 of 195 samples have features; expected 195"),
+        (
+            ["--clusters", "195"],
+            "features: 194 different features were drawn from 195 samples; expected at least 195, the clusters",
+        ),
         (["--similar", "0"], "error: similar=0.0: expected a number above 0, up to 1"),
         (["--keep", "nan"], "error: keep=nan: expected a number above 0, up to 1"),
         (["--gpus"], "--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from helpers.ranks import on_ranks
 from torch import Tensor
@@ -67,8 +68,45 @@ def test_a_frequent_subject_has_no_more_clusters_above_than_a_rare_one() -> None
 
 def test_levels_are_named_by_what_is_below() -> None:
     x, label = blobs([64] * 8, spread=0.2)
-    lowest, parents = kmeans.hierarchy(lambda _: [x], x[:32], [32, 8, 2], seed=1)
+    lowest = kmeans.kmeans(lambda _: [x], x[:32])
+    parents = kmeans.upper_levels(lowest, [8, 2], seed=1)
     assert [len(p) for p in parents] == [len(lowest), 8]
     found = kmeans.nearest(x, lowest)[0]
     middle = parents[0][found]
     assert np.mean([same_partition(middle[label == k], label[label == k]) for k in range(8)]) > 0.7
+
+
+def test_a_vector_has_a_number_whatever_stands_beside_it() -> None:
+    x = blobs([500, 500])[0].numpy()
+    numbers = kmeans.numbers_of(x, seed=1)
+    assert np.array_equal(kmeans.numbers_of(x[::-1].copy(), seed=1), numbers[::-1])
+    assert len(set(numbers.tolist())) == len(x)
+    for share in (0.1, 0.5):
+        assert abs((numbers < share).mean() - share) < 0.05
+    assert abs(np.corrcoef(numbers, kmeans.numbers_of(x, seed=2))[0, 1]) < 0.1
+
+
+def test_rounds_that_are_done_are_not_done_again() -> None:
+    x, _ = blobs([40] * 6, spread=0.4)
+    kept: dict[int, Tensor] = {}
+    whole = kmeans.kmeans(lambda _: [x], x[:6], keep=kept.__setitem__)
+    for done, centres in kept.items():
+        assert torch.equal(kmeans.kmeans(lambda _: [x], centres, done=done), whole)
+
+
+def test_first_centres_are_drawn_in_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kmeans, "BEGUN", 8)
+    x, _ = blobs([40] * 6, spread=0.4)
+    found = kmeans.spread(x, 30, seed=0)
+    assert len(found.unique(dim=0)) == len(found) == 30
+    assert len(kmeans.spread(torch.ones(50, 16) / 4, 30, seed=0)) == 30
+
+
+def test_a_few_nearest_centres_come_in_order() -> None:
+    x, _ = blobs([40] * 6, spread=0.4)
+    labels, similarity = kmeans.nearest_few(x, x[:9], 3)
+    order = (x @ x[:9].T).argsort(dim=1, descending=True)
+    assert torch.equal(labels, order[:, :3])
+    assert torch.allclose(similarity, (x @ x[:9].T).amax(1))
+    assert kmeans.nearest_few(x, x[:2], 3)[0].shape == (240, 2)
+    assert kmeans.nearest_few(x[:0], x[:9], 3)[0].shape == (0, 3)

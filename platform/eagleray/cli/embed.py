@@ -1,5 +1,5 @@
-"""Define the commands embed, data measure and data cluster, which write tables with a row for each sample, and data
-map, which shows them."""
+"""Define the commands embed, data measure and data cluster, which write tables with a row for each sample, data map,
+which shows them, and curate, which does all of this."""
 
 from pathlib import Path
 from typing import Annotated
@@ -152,6 +152,27 @@ def cluster(
             gpus=gpus,
         )
     )
+
+
+def curate(
+    data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
+    backbone: Annotated[str, typer.Argument(help="The model that tells images apart, as for eagleray embed.")],
+    out: Annotated[str, typer.Argument(help="Folder for curate.yaml and curate.html.", metavar="out=FOLDER")],
+    workers: Annotated[
+        int, typer.Option(help="Number of Ray processes that share the work; 0 runs without Ray.", min=0)
+    ] = 0,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
+    plugin: Plugins = None,
+) -> None:
+    """Measure, embed and cluster images, and write a recipe's data.train that leaves out near copies, outliers and
+    damaged, dark, blurred or tiny images, with a page that shows them. After an interruption, repeat the command to
+    continue."""
+    for name, value in eagleray.curate(
+        data, backbone, folder_of(out) or "", workers=workers, gpus=gpus, plugins=plugin or ()
+    ).items():
+        console.print(
+            f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}", markup=False, soft_wrap=True
+        )
 
 
 def numbers(text: str) -> list[int]:

@@ -343,7 +343,7 @@ data.command("map")(embed.data_map)
 
 # As `eagleray --help` shows them: by task, in the order in which a user needs them.
 GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
-    "Images": (shard, index, prepare),
+    "Images": (shard, index, prepare, embed.curate),
     "Recipes": (init.init, catalogue.list_, show, plan.plan),
     "Training": (pretrain, finetune.finetune, tune.tune),
     "Runs": (report_cli.runs, report_cli.report, report_cli.watch, report_cli.track, forget.forget),

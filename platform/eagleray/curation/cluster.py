@@ -1,7 +1,8 @@
 """Cluster the samples of a data set by their features, and name near copies: columns for `data.train` to choose by."""
 
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ from eagleray.base.numbers_given import whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
-from eagleray.curation.near_copies import LENGTH, Likeness, hash_tables, near_copies, read_hashes, signs
+from eagleray.curation.copies import Comparison, Tick, find_copies
+from eagleray.curation.near_copies import LENGTH, hash_tables
+from eagleray.curation.stages import Stages
 from eagleray.data.columns import MEASURED
 from eagleray.data.digests import shard_digests
 from eagleray.data.index import Index, open_shown
@@ -29,10 +32,8 @@ from eagleray.engine import world
 from eagleray.evaluation.embeddings import open_embedding, read_features
 
 EACH = 1000  # samples of a cluster of the lowest level, in the mean
-CANDIDATES = 4096  # samples among which the first centres are drawn, at least
-TOGETHER = 2**29  # bytes of features that are compared for copies at once
+NEIGHBOURS = 4  # clusters among whose members a sample's near copies are looked for, its own included
 MANY = 0.5  # share of near copies above which something is wrong
-Tick = Callable[[str, int, int], None]  # a phase, and how many vectors it has handled of how many
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ class Task:
 class Clusters(NamedTuple):
     """The clusters of all samples (N,): -1 for one without features."""
 
-    of: NDArray[np.int64]  # the cluster of each sample on the lowest level
-    similarity: NDArray[np.float32]  # cosine with the centre of the cluster
-    parents: list[NDArray[np.int64]]  # see `kmeans.hierarchy`
+    nearest: NDArray[np.int32]  # clusters of the lowest level (N, m), the nearest first
+    similarity: NDArray[np.float32]  # cosine with the centre of the nearest one
+    parents: list[NDArray[np.int64]]  # see `kmeans.upper_levels`
+
+    @property
+    def of(self) -> NDArray[np.int64]:
+        """The cluster of each sample on the lowest level (N,)."""
+        return self.nearest[:, 0].astype(np.int64)
 
 
 def cluster(
@@ -90,6 +96,7 @@ def cluster(
         else:
             with PhaseProgress("vectors") as tick:
                 work(task, index, world.local().device, tick, note)
+    Stages(table.folder).clear()
     return table
 
 
@@ -124,8 +131,11 @@ def work_on_ray(task: Task, note: Note) -> None:
 
 def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note) -> None:
     """Find clusters and copies with the other ranks; rank 0 writes the table and notes how many copies there are."""
-    found = find_clusters(task, device, tick)
-    original, similarity = find_copies(task, index, found.of, device, tick)
+    stages = Stages(task.table.folder)
+    found = find_clusters(task, stages, device, tick)
+    settings = task.table.about.settings
+    comparison = Comparison(task.features, index, settings["similar"], settings.get("bits"), device)
+    original, similarity = find_copies(comparison, found.nearest, found.parents, stages, tick)
     if dist.rank() == 0:
         write(task.table, index, found, original, similarity)
         copies = int((original >= 0).sum())
@@ -137,115 +147,106 @@ def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note)
             )
 
 
-def vectors(table: SampleTable, samples: NDArray[np.int64], device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the features (n, D) of those samples that have some, of length 1, and which these are (N,)."""
-    features, good = read_features(table, samples)
-    return unit(features[good], features.shape[1], device), good
+def vectors(table: SampleTable, part: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the features (n, D) of those samples of a part that have some, of length 1, and which these are (n,)."""
+    features, good = read_features(table, table.samples(part))
+    return functional.normalize(torch.from_numpy(features[good]), dim=1).numpy(), table.samples(part)[good]
 
 
-def unit(features: NDArray[np.float32], dim: int, device: torch.device) -> Tensor:
-    """Return features (n, D) at length 1."""
-    return functional.normalize(torch.from_numpy(features).reshape(-1, dim).to(device), dim=1)
-
-
-def find_clusters(task: Task, device: torch.device, tick: Tick) -> Clusters:
-    """Cluster all samples. Each rank reads a share of the parts in every pass."""
-    settings, table = task.table.about.settings, task.features
-    mine = list(table.parts)[dist.rank() :: dist.size()]
-    share = sum(len(table.samples(part)) for part in mine)
-
-    def passes(number: int) -> Iterator[Tensor]:
-        done = 0
-        for part in mine:
-            yield vectors(table, table.samples(part), device)[0]
-            done += len(table.samples(part))
-            tick("k-means", number * share + done, kmeans.ROUNDS * share)
-
-    first = dist.from_rank_zero(lambda: first_centres(table, settings["clusters"][0], settings["seed"]))
-    centres, parents = kmeans.hierarchy(passes, first.to(device), settings["clusters"], settings["seed"])
-    found = []
+def find_clusters(task: Task, stages: Stages, device: torch.device, tick: Tick) -> Clusters:
+    """Cluster all samples. Each rank reads a share of the parts."""
+    table = task.features
+    centres, parents = find_centres(task, stages, device, tick)
+    mine, found, done = list(table.parts)[dist.rank() :: dist.size()], [], 0
     for part in mine:
-        x, good = vectors(table, table.samples(part), device)
-        label, similarity = (v.cpu().numpy() for v in kmeans.nearest(x, centres))
-        found.append((table.samples(part)[good], label, similarity))
-    of, near = np.full(table.about.images, -1, np.int64), np.zeros(table.about.images, np.float32)
-    for parts in dist.gather_objects(found):
-        for rows, label, similarity in parts:
-            of[rows], near[rows] = label, similarity
-    return Clusters(of, near, [p.cpu().numpy() for p in parents])
+        name = f"nearest-{part:06d}"
+        if (stage := stages.load(name)) is None:
+            x, good = vectors(table, part)
+            label, similarity = kmeans.nearest_few(torch.from_numpy(x).to(device), centres, NEIGHBOURS)
+            stage = stages.save(name, rows=good, label=label.int().cpu().numpy(), similarity=similarity.cpu().numpy())
+        found.append(stage)
+        done += len(table.samples(part))
+        tick("assigning", min(done * dist.size(), table.about.images), table.about.images)
+    nearest = np.full((table.about.images, min(NEIGHBOURS, len(centres))), -1, np.int32)
+    near = np.zeros(table.about.images, np.float32)
+    for stage in itertools.chain.from_iterable(dist.gather_objects(found)):
+        nearest[stage["rows"]], near[stage["rows"]] = stage["label"], stage["similarity"]
+    return Clusters(nearest, near, parents)
 
 
-def first_centres(table: SampleTable, clusters: int, seed: int) -> Tensor:
-    """Return the features (k, D) of samples that lie far apart among some. Raises UserError when too few have any."""
-    drawn = np.random.default_rng(seed).permutation(table.about.images)[: max(4 * clusters, CANDIDATES)]
-    x, _ = vectors(table, drawn, torch.device("cpu"))
-    if len(x) < clusters:
-        raise UserError(f"{table.folder}: {len(x):,} of {len(drawn):,} samples have features; expected {clusters:,}")
-    return kmeans.spread(x, clusters, seed)
+def find_centres(
+    task: Task, stages: Stages, device: torch.device, tick: Tick
+) -> tuple[Tensor, list[NDArray[np.int64]]]:
+    """Return the centres (k, D) of the lowest level, which are fitted to some of the samples, and for each level above
+    the cluster there of each cluster below."""
+    sizes, seed = task.table.about.settings["clusters"], task.table.about.settings["seed"]
+    before = dist.from_rank_zero(lambda: stages.load("centres"))
+    if before is None or not before["last"]:
+        with tempfile.TemporaryDirectory(prefix="eagleray-cluster-") as scratch:
+            file = Path(scratch) / "fitted.f16"
+            drawn = draw(task, file, tick)
+            if before is None:
+                first = dist.from_rank_zero(lambda: first_centres(task, drawn))
+                before = {"rounds": 0, "centres": first.numpy()}
+
+            def passes(number: int) -> Iterator[Tensor]:
+                yield from stored(file, task.features.about.settings["dim"], device)
+                tick("k-means", (number + 1) * task.table.about.images, kmeans.ROUNDS * task.table.about.images)
+
+            def keep(rounds: int, centres: Tensor, **last: Any) -> None:
+                if dist.rank() == 0:
+                    given = {"last": False, "parents": np.zeros(0, np.int64)} | last
+                    stages.save("centres", rounds=rounds, centres=centres.cpu().numpy(), **given)
+
+            centres = torch.from_numpy(before["centres"]).to(device)
+            centres = kmeans.kmeans(passes, centres, done=int(before["rounds"]), keep=keep)
+            above = [level.cpu().numpy() for level in kmeans.upper_levels(centres, sizes[1:], seed)]
+            before = {"centres": centres.cpu().numpy(), "parents": np.concatenate([*above, np.zeros(0, np.int64)])}
+            keep(kmeans.ROUNDS, centres, last=True, parents=before["parents"])
+    ends = np.cumsum(sizes[:-1])
+    return torch.from_numpy(before["centres"]).to(device), np.split(before["parents"], ends)[:-1]
 
 
-def find_copies(
-    task: Task, index: Index, of: NDArray[np.int64], device: torch.device, tick: Tick
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return on rank 0 of which sample each one is a copy (N,), -1 where of none, and the similarity to the nearest one
-    that stays (N,), nan where there is none; on other ranks nothing of use. Each rank compares a share of the
-    clusters."""
-    order = np.lexsort((-index.size, of))
-    order = order[of[order] >= 0]  # sorted by cluster, the largest files first
-    starts = np.flatnonzero(np.diff(of[order], prepend=-1))
-    found, done = [], 0
-    dim, settings = task.features.about.settings["dim"], task.table.about.settings
-    hashes = read_hashes(index) if "bits" in settings else None
-    mine = list(in_batches(starts, len(order), TOGETHER // (4 * dim)))[dist.rank() :: dist.size()]
-    with tempfile.TemporaryDirectory(prefix="eagleray-cluster-") as scratch:
-        files = sort_features(task.features, [order[first:last] for first, last in mine], Path(scratch), tick)
-        for (first, last), file in zip(mine, files, strict=True):
-            rows = order[first:last]
-            x = torch.empty(len(rows), dim, device=device)
-            x[torch.from_numpy(np.argsort(rows)).to(device)] = unit(np.fromfile(file, np.float32), dim, device)
-            file.unlink()
-            inside = starts[(starts > first) & (starts < last)] - first
-            for some, part in zip(np.split(rows, inside), x.tensor_split(inside.tolist()), strict=True):
-                like = Likeness(part)
-                if hashes is not None:
-                    like = Likeness(part, signs(hashes[some], device), settings["bits"])
-                copy, similarity = (v.cpu().numpy() for v in near_copies(like, settings["similar"]))
-                found.append((some, np.where(copy < 0, -1, some[copy]), similarity))
-            done += last - first
-            tick("near copies", min(dist.size() * done, len(order)), len(order))
-    original, near = np.full(len(of), -1, np.int64), np.full(len(of), np.nan, np.float32)
-    for parts in dist.gather_at_zero(found) or ():
-        for some, copy, similarity in parts:
-            original[some], near[some] = copy, np.where(similarity > -1, similarity, np.nan)
-    return original, near
+def draw(task: Task, file: Path, tick: Tick) -> NDArray[np.float32]:
+    """Write those of this rank's vectors that the centres are fitted to into a file as float16, and return on rank 0
+    those of all ranks (n, D) that the first centres are drawn from, without equal ones, in an order that depends on
+    their values alone. Raises UserError when the disk is full."""
+    table, settings = task.features, task.table.about.settings
+    fitted, drawn = kmeans.shares(table.about.images, settings["clusters"][0])
+    some: list[tuple[NDArray[np.float64], NDArray[np.float32]]] = []
+    file.touch()
+    for part in list(table.parts)[dist.rank() :: dist.size()]:
+        x, _ = vectors(table, part)
+        number = kmeans.numbers_of(x, settings["seed"])
+        with writing(f"TMPDIR={file.parent.parent}"), file.open("ab") as out:
+            x[number < fitted].astype(np.float16).tofile(out)
+        different, first = np.unique(number, return_index=True)
+        first = first[different < drawn]
+        some.append((number[first], x[first]))
+        tick("reading", int(table.samples(part)[-1]) + 1, table.about.images)
+    every = [pair for pairs in dist.gather_at_zero(some) or () for pair in pairs]
+    if not every:
+        return np.zeros((0, table.about.settings["dim"]), np.float32)
+    numbers, x = (np.concatenate(column) for column in zip(*every, strict=True))
+    return x[np.unique(numbers, return_index=True)[1]]
 
 
-def sort_features(table: SampleTable, batches: Sequence[NDArray[np.int64]], folder: Path, tick: Tick) -> list[Path]:
-    """Write the features of each batch of samples into a file of its own, in the order of the table, and return the
-    files. The table is read once, whatever the number of batches. Raises UserError when the disk is full."""
-    batch = np.full(table.about.images, -1, np.int32)
-    for number, rows in enumerate(batches):
-        batch[rows] = number
-    files = [folder / f"{number}.f32" for number in range(len(batches))]
-    for part in table.parts:
-        samples = table.samples(part)
-        if here := np.unique(batch[samples][batch[samples] >= 0]).tolist():
-            features, _ = read_features(table, samples)
-            for number in here:
-                with writing(f"TMPDIR={folder.parent}"), files[number].open("ab") as file:
-                    features[batch[samples] == number].tofile(file)
-        tick("sorting by cluster", int(samples[-1]) + 1, table.about.images)
-    return files
+def first_centres(task: Task, drawn: NDArray[np.float32]) -> Tensor:
+    """Return vectors (k, D) that lie far apart among those drawn (n, D). Raises UserError when these are too few."""
+    clusters = task.table.about.settings["clusters"][0]
+    if len(drawn) < clusters:
+        raise UserError(
+            f"{task.features.folder}: {len(drawn):,} different features were drawn from {task.table.about.images:,} "
+            f"samples; expected at least {clusters:,}, the clusters"
+        )
+    return kmeans.spread(torch.from_numpy(drawn), clusters, task.table.about.settings["seed"])
 
 
-def in_batches(starts: NDArray[np.int64], samples: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last position (excluded) of neighbouring clusters that have at most so many samples
-    together, or of one that has more. `starts` are the first positions of all clusters."""
-    first, ends = 0, [*starts[1:].tolist(), samples]
-    for end, after in zip(ends, [*ends[1:], np.inf], strict=True):
-        if after - first > most:
-            yield first, end
-            first = end
+def stored(file: Path, dim: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the vectors (n, D) in a file of float16, some at a time."""
+    with file.open("rb") as f:
+        while len(values := np.fromfile(f, np.float16, kmeans.PIECE * dim)):
+            yield torch.from_numpy(values).to(device).float().reshape(-1, dim)
 
 
 def write(

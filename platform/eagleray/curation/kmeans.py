@@ -4,18 +4,29 @@ Passes over the vectors are made by all ranks, each over its share. The levels f
 Self-Supervised Learning: A Clustering-Based Approach" (arXiv 2405.15613): each level clusters the centres of the one
 below. The upper levels are clustered again from what lies around their centres, which spreads these evenly, so that a
 subject with many images gets few of them. As there, the lowest level is clustered once.
+
+Which vectors it is fitted to, and which it begins with, depends on the vectors and a seed, but not on their order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from eagleray.base import dist
 
 Vectors = Callable[[int], Iterable[Tensor]]  # this rank's share (n, D) in pieces, for the pass of that number
+Keep = Callable[[int, Tensor], object]  # takes the number of rounds that are done, and their centres
+FITTED = 256  # vectors for each cluster of the lowest level that its centres are fitted to, in the mean
+FITTED_AT_LEAST = 2**16  # and in all, where there are as many
+CANDIDATES = 4  # vectors for each cluster among which the first centres are drawn
+CANDIDATES_AT_LEAST = 4096
+BEGUN = 4096  # most turns in which the first centres are drawn
+PIECE = 4096  # vectors that are read at once
 ROUNDS = 20  # k-means ends after this many rounds
 RESAMPLED = 10  # times that a level is clustered again from the vectors around its centres
 COMPARED = 2**24  # similarities that are computed at once
@@ -36,10 +47,40 @@ def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([f.indices for f in found]), torch.cat([f.values for f in found])
 
 
-def kmeans(vectors: Vectors, centres: Tensor, rounds: int = ROUNDS) -> Tensor:
-    """Return the centres (k, D) of clusters, from first ones, after so many rounds or when they stay. A cluster that
-    loses all its vectors begins again at one of those that are farthest from their centres."""
-    for number in range(rounds):
+def nearest_few(x: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the centres (n, m) that each vector (n, D) is most similar to, at most `count` and the nearest first, and
+    the cosine similarity (n,) to the nearest."""
+    count, found = min(count, len(centres)), []
+    for piece in x.split(max(COMPARED // len(centres), 1)):
+        similarity, label = (piece @ centres.T).topk(count, dim=1)
+        found.append((label, similarity[:, 0]))
+    if not found:
+        return torch.zeros(0, count, dtype=torch.long), x.new_zeros(0)
+    labels, similarities = zip(*found, strict=True)
+    return torch.cat(labels), torch.cat(similarities)
+
+
+def numbers_of(x: NDArray[np.float32], seed: int) -> NDArray[np.float64]:
+    """Return a number from 0 to 1 for each vector (n, D) that looks random, but is the same for equal vectors. Its bits
+    are a sum of the vector's values, each times a random factor (multiply-shift hashing)."""
+    factors = np.random.default_rng(seed).integers(0, 2**64, x.shape[1], dtype=np.uint64)
+    pieces = [x[i : i + PIECE].view(np.uint32).astype(np.uint64) @ factors for i in range(0, len(x), PIECE)]
+    bits = np.concatenate([*pieces, np.zeros(0, np.uint64)])
+    return (bits >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def shares(samples: int, clusters: int) -> tuple[float, float]:
+    """Return which share of all samples the centres are fitted to, and which share the first ones are drawn from."""
+    fitted, drawn = max(FITTED * clusters, FITTED_AT_LEAST), max(CANDIDATES * clusters, CANDIDATES_AT_LEAST)
+    return fitted / samples, drawn / samples
+
+
+def kmeans(
+    vectors: Vectors, centres: Tensor, rounds: int = ROUNDS, *, done: int = 0, keep: Keep | None = None
+) -> Tensor:
+    """Return the centres (k, D) of clusters, from those of `done` rounds, after so many rounds or when they stay. A
+    cluster that loses all its vectors begins again at one of those that are farthest from their centres."""
+    for number in range(done, rounds):
         sums = centres.new_zeros(len(centres), centres.shape[1] + 1, dtype=torch.float64)  # the last column counts
         far = centres.new_zeros(0, centres.shape[1] + 1)  # the last column is the similarity
         for x in vectors(number):
@@ -57,6 +98,8 @@ def kmeans(vectors: Vectors, centres: Tensor, rounds: int = ROUNDS) -> Tensor:
         if torch.equal(new, centres):
             break
         centres = new
+        if keep:
+            keep(number + 1, centres)
     return centres
 
 
@@ -67,14 +110,19 @@ def _farthest(rows: Tensor) -> Tensor:
 
 def spread(x: Tensor, count: int, seed: int) -> Tensor:
     """Return vectors (count, D) of some (n, D) to begin with: each is drawn with a probability that grows with the
-    squared distance to the nearest of those before it (k-means++)."""
+    squared distance to the nearest of those before it (k-means++). Above BEGUN several are drawn in a turn."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = [int(torch.randint(len(x), (1,), generator=generator))]
-    distance = torch.full((len(x),), torch.inf)
+    chosen = torch.randint(len(x), (1,), generator=generator)
+    distance, latest = torch.full((len(x),), torch.inf), chosen
     while len(chosen) < count:
-        distance = distance.minimum((1 - x @ x[chosen[-1]]).clamp(min=0).cpu())
-        weights = distance if distance.any() else torch.ones_like(distance)
-        chosen.append(int(torch.multinomial(weights.double(), 1, generator=generator)))
+        distance = distance.minimum((1 - x @ x[latest].T).amin(1).clamp(min=0).cpu())
+        far = int(distance.count_nonzero())
+        latest = torch.multinomial(
+            (distance if far else torch.ones_like(distance)).double(),
+            max(min(-(-count // BEGUN), count - len(chosen), far), 1),
+            generator=generator,
+        )
+        chosen = torch.cat([chosen, latest])
     return x[chosen]
 
 
@@ -97,12 +145,11 @@ def _around(x: Tensor, centres: Tensor, count: int) -> Tensor:
     return order[torch.arange(len(x), device=x.device) - first < count]
 
 
-def hierarchy(vectors: Vectors, first: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the centres (k, D) of the lowest level, from first ones, and for each level above the cluster there of
-    each cluster below. `sizes` are the clusters of all levels, from the lowest up."""
-    lowest = centres = kmeans(vectors, first)
+def upper_levels(centres: Tensor, sizes: Sequence[int], seed: int) -> list[Tensor]:
+    """Return for each level above the lowest the cluster there of each cluster below. `centres` (k, D) are those of the
+    lowest level, and `sizes` the clusters of the levels above it, from the lowest up."""
     parents: list[Tensor] = []
-    for clusters in sizes[1:]:
+    for clusters in sizes:
         centres, members = upper_level(centres, min(clusters, len(centres)), seed)
         parents.append(members)
-    return lowest, parents
+    return parents

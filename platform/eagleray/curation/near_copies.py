@@ -1,11 +1,15 @@
-"""Finds samples whose features are nearly those of another one, within clusters.
+"""Finds samples whose features are nearly those of another one, within clusters and across their borders.
 
-As in SemDeDup (arXiv 2303.09540), only samples of one cluster are compared, by the cosine similarity of their features.
-Of near copies the largest file stays here, where the paper keeps what is farthest from the centre. Perceptual hashes
-tell near copies from images that only mean the same.
+As in SemDeDup (arXiv 2303.09540), samples of one cluster are compared by the cosine similarity of their features. Here
+samples are also compared with those of the next nearest clusters, as a border may lie between an image and its copy. Of
+near copies the largest file stays here, where the paper keeps what is farthest from the centre. Perceptual hashes tell
+near copies from images that only mean the same.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +24,15 @@ from eagleray.data.sample_table import SampleTable, complete_tables
 PIECE = 1024  # rows that are compared with others at once
 COLUMN = "phash"
 LENGTH = 63  # bits that may differ: the first of the 64 of the text is 0
+# Mirroring an image negates its odd horizontal frequencies, which are every second bit.
+MIRRORED = np.uint64(0x5555_5555_5555_5555)
 OTHERS = 2**16  # how many of those others are compared at a time
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """The features of the samples of a cluster (n, D), of length 1, and the bits of their hashes as -1 and 1 (n, 64):
-    where these count, samples whose hashes differ in more than `bits` of them are nothing like each other."""
+    """The features of samples (n, D), of length 1, and the bits of their hashes as -1 and 1 (n, 64): where these count,
+    samples whose hashes differ in more than `bits` of them, also when one is mirrored, are nothing like each other."""
 
     x: Tensor
     signs: Tensor | None = None
@@ -34,9 +40,11 @@ class Likeness:
 
     def between(self, rows: Tensor, others: Tensor) -> Tensor:
         """Return the cosine similarities of some rows to others (r, o), -1 where their hashes differ too much."""
-        out = self.x[rows] @ self.x[others].T
+        out = self.x[rows].float() @ self.x[others].float().T
         if self.signs is not None:
-            alike = self.signs[rows] @ self.signs[others].T
+            mirror = signs(MIRRORED.reshape(1), self.x.device)
+            some, all_ = self.signs[rows], self.signs[others].T
+            alike = torch.maximum(some @ all_, (some * -mirror) @ all_)
             out = out.masked_fill(alike < self.signs.shape[1] - 2 * self.bits, -1.0)
         return out
 
@@ -47,10 +55,10 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
 
     Rows come in the order in which they are preferred. Those that stay are less similar than `threshold` to each
     other, and each copy is at least that similar to one of them."""
-    x = of.x
-    original, best = x.new_full((len(x),), -1, dtype=torch.long), x.new_full((len(x),), -1.0)
-    stay = torch.arange(0, device=x.device)
-    for rows in torch.arange(len(x), device=x.device).split(PIECE):
+    count, device = len(of.x), of.x.device
+    original, best = torch.full((count,), -1, device=device), torch.full((count,), -1.0, device=device)
+    stay = torch.arange(0, device=device)
+    for rows in torch.arange(count, device=device).split(PIECE):
         near, similarity = _most_similar(of, rows, stay)
         inside = of.between(rows, rows).tril(-1)
         kept = similarity < threshold
@@ -66,13 +74,53 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
 
 def _most_similar(of: Likeness, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Return to which of some other rows each row is most similar, and how similar; -1 without any."""
-    near, best = torch.full_like(rows, -1), torch.full_like(of.x[rows, 0], -1.0)
+    near, best = torch.full_like(rows, -1), torch.full_like(rows, -1.0, dtype=torch.float32)
     for some in others.split(OTHERS):
         if len(some):
             found = of.between(rows, some).max(1)
             closer = found.values > best
             near, best = torch.where(closer, some[found.indices], near), torch.where(closer, found.values, best)
     return near, best
+
+
+def across(of: Likeness, members: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs of one of the first rows, those of a cluster's members, and one of the others that are at least
+    `threshold` similar: both rows (p,), and the similarities (p,)."""
+    rows = torch.arange(len(of.x), device=of.x.device)
+    found = []
+    for some, others in itertools.product(rows[members:].split(PIECE), rows[:members].split(OTHERS)):
+        similarity = of.between(some, others)
+        at, to = (similarity >= threshold).nonzero(as_tuple=True)
+        found.append((others[to], some[at], similarity[at, to]))
+    one, two, alike = (torch.cat(part) for part in zip(*found, strict=True))
+    return one, two, alike
+
+
+def settle(
+    original: NDArray[np.int64],
+    similarity: NDArray[np.float32],
+    pairs: Sequence[NDArray[Any]],
+    place: NDArray[np.int64],
+) -> None:
+    """Decide which samples stay of those that are alike across borders, and write this into `original` and `similarity`
+    (N,) of the clusters. `pairs` are two samples and their similarity (p,); `place` (N,) is lower for the sample to
+    prefer.
+
+    As within a cluster, a sample is a copy where it is like a preferred one that stays. A copy of what has become a
+    copy is one of what stays then."""
+    one, two, like = (part[(original[pairs[0]] < 0) & (original[pairs[1]] < 0)] for part in pairs)
+    ahead = place[one] < place[two]
+    first, second = np.where(ahead, one, two), np.where(ahead, two, one)
+    order = np.argsort(like, kind="stable")  # of several that stay, the last written is the most similar one
+    first, second, like = first[order], second[order], like[order]
+    while len(first):
+        sure = ~np.isin(first, second)  # nothing that is preferred to these is undecided
+        original[second[sure]], similarity[second[sure]] = first[sure], like[sure]
+        left = (original[first] < 0) & (original[second] < 0)
+        first, second, like = first[left], second[left], like[left]
+    again = np.flatnonzero(original >= 0)
+    again = again[original[original[again]] >= 0]
+    original[again] = original[original[again]]
 
 
 def hash_tables(index: Index) -> list[SampleTable]:

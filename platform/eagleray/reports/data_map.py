@@ -68,13 +68,22 @@ def group(pictures: Iterable[Picture | None]) -> Pictures:
     return Pictures([picture for picture in pictures if picture])
 
 
-def data_map(url: str, index: Index, out: Path, *, features: SampleTable | None, where: str, columns: str) -> None:
-    """Write the page. Without `features` an embedding beside the shards is used, if there is one. Raises UserError for
-    a wrong expression, and when the page cannot be written."""
+def data_map(
+    url: str,
+    index: Index,
+    out: Path,
+    *,
+    features: SampleTable | None,
+    where: str,
+    columns: str,
+    first: Sequence[Section] = (),
+) -> None:
+    """Write the page, which begins with the sections `first`. Without `features` an embedding beside the shards is
+    used, if there is one. Raises UserError for a wrong expression, and when the page cannot be written."""
     files.check_local("--out", out)
     tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
     data = Data(url, index, tables, features or beside(index, {}))
-    sections = [preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
+    sections = [*first, preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
     page = Page(
         title=f"Data set {url.rstrip('/').rpartition('/')[2]}",
         lead=lead(data),

@@ -1,0 +1,170 @@
+"""Looks for near copies in all clusters of a data set, some clusters at a time, whose features are put together on the
+disk first."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from eagleray.base import dist
+from eagleray.base.files import writing
+from eagleray.curation.near_copies import Likeness, across, near_copies, read_hashes, settle, signs
+from eagleray.curation.stages import Stages
+from eagleray.data.index import Index
+from eagleray.data.sample_table import SampleTable
+from eagleray.evaluation.embeddings import read_features
+
+TOGETHER = 2**27  # bytes of features whose clusters are put into one file, without those of their neighbours
+GUESTS = 2**14  # samples of other clusters that are compared with a cluster at once
+Tick = Callable[[str, int, int], None]  # a phase, and how much it has handled of how much
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how similar near copies are."""
+
+    features: SampleTable
+    index: Index
+    similar: float  # cosine similarity from which on two images are near copies
+    bits: int | None  # see `Likeness`
+    device: torch.device
+
+
+def find_copies(
+    of: Comparison,
+    nearest: NDArray[np.int32],
+    parents: Sequence[NDArray[np.int64]],
+    stages: Stages,
+    tick: Tick,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return on rank 0 of which sample each one is a copy (N,), -1 where of none, and the similarity to the nearest one
+    that stays (N,), nan where there is none; on other ranks nothing of use. `nearest` and `parents` are those of
+    `Clusters`. Each rank compares a share of the clusters."""
+    order = sort_samples(nearest[:, 0], parents, of.index.size)
+    starts = np.flatnonzero(np.diff(nearest[order, 0], prepend=-1))
+    batches = list(in_batches(starts, len(order), TOGETHER // (2 * of.features.about.settings["dim"])))
+    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # for each cluster, and the last for none
+    for number, (first, last) in enumerate(batches):
+        batch_of[nearest[order[first:last], 0]] = number
+    mine = range(len(batches))[dist.rank() :: dist.size()]
+    found = {number: stage for number in mine if (stage := stages.load(f"copies-{number:06d}"))}
+    if len(found) < len(mine):
+        hashes = None if of.bits is None else read_hashes(of.index)
+        with tempfile.TemporaryDirectory(prefix="eagleray-copies-") as scratch:
+            left = [number for number in mine if number not in found]
+            files = sort_features(of.features, batch_of[nearest], left, Path(scratch), tick)
+            for number, file in files.items():
+                first, last = batches[number]
+                stage = compare(of, nearest, order[first:last], file, hashes)
+                found[number] = stages.save(f"copies-{number:06d}", **stage)
+                tick("near copies", min(dist.size() * last, len(order)), len(order))
+    original, near = np.full(len(nearest), -1, np.int64), np.full(len(nearest), np.nan, np.float32)
+    pairs = []
+    for stage in (stage for rank in dist.gather_at_zero(found) or () for _, stage in sorted(rank.items())):
+        original[stage["rows"]], near[stage["rows"]] = stage["original"], stage["similarity"]
+        pairs.append([stage[name] for name in ("one", "two", "like")])
+    if pairs:
+        place = np.empty(len(nearest), np.int64)
+        place[np.lexsort((-of.index.size,))] = np.arange(len(nearest))
+        settle(original, near, [np.concatenate(column) for column in zip(*pairs, strict=True)], place)
+    return original, near
+
+
+def sort_samples(
+    cluster: NDArray[np.int32], parents: Sequence[NDArray[np.int64]], size: NDArray[Any]
+) -> NDArray[np.int64]:
+    """Return the samples of all clusters (n,), cluster by cluster, the largest files first. Clusters of one cluster
+    above stand together, so that most neighbours are compared at once."""
+    levels: list[NDArray[Any]] = [cluster]
+    for members in parents:
+        levels.append(members[levels[-1]])
+    order = np.lexsort((-size, *levels))
+    return order[cluster[order] >= 0]
+
+
+def compare(
+    of: Comparison,
+    nearest: NDArray[np.int32],
+    order: NDArray[np.int64],
+    file: "Features",
+    hashes: NDArray[np.uint64] | None,
+) -> dict[str, NDArray[Any]]:
+    """Compare the samples in `order` (n,), those of whole clusters, with each other, and with those in the file that
+    visit these clusters."""
+    x = np.memmap(file.path, np.float16, "r", shape=(len(file.rows), of.features.about.settings["dim"]))
+    file.path.unlink()  # the mapping stays
+
+    def likeness(rows: NDArray[np.int64]) -> Likeness:
+        bits = None if hashes is None else signs(hashes[file.rows[rows]], of.device)
+        return Likeness(torch.from_numpy(x[rows]).to(of.device), bits, of.bits or 64)
+
+    at = np.searchsorted(file.rows, order)
+    label = nearest[order, 0]
+    starts = np.flatnonzero(np.diff(label, prepend=-1))
+    visit = nearest[file.rows, 1:]
+    guests, column = np.nonzero(np.isin(visit, label[starts]))
+    guests = guests[np.argsort(visit[guests, column], kind="stable")]
+    visited = np.sort(visit[np.isin(visit, label[starts])])
+    original, similarity = np.empty(len(order), np.int64), np.empty(len(order), np.float32)
+    pairs = []
+    for first, last in zip(starts, [*starts[1:], len(order)], strict=True):
+        rows = at[first:last]
+        copy, close = (v.cpu().numpy() for v in near_copies(likeness(rows), of.similar))
+        original[first:last] = np.where(copy < 0, -1, order[first:last][copy])
+        similarity[first:last] = np.where(close > -1, close.clip(max=1), np.nan)
+        stay = rows[copy < 0]
+        low, high = np.searchsorted(visited, [label[first], label[first] + 1])
+        for begin in range(low, high, GUESTS):
+            some = np.concatenate([stay, guests[begin : min(begin + GUESTS, high)]])
+            one, two, alike = (v.cpu().numpy() for v in across(likeness(some), len(stay), of.similar))
+            pairs.append((file.rows[some[one]], file.rows[some[two]], alike))
+    pairs.append((order[:0], order[:0], similarity[:0]))
+    one, two, alike = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    found: dict[str, NDArray[Any]] = {"rows": order, "original": original, "similarity": similarity}
+    return found | {"one": one, "two": two, "like": alike.clip(max=1)}
+
+
+@dataclass(frozen=True)
+class Features:
+    """A file of features (n, D) in float16, of length 1, and which samples they are of, in rising order (n,)."""
+
+    path: Path
+    rows: NDArray[np.int64]
+
+
+def sort_features(
+    table: SampleTable, batch: NDArray[np.int32], wanted: Sequence[int], folder: Path, tick: Tick
+) -> dict[int, Features]:
+    """Write the features of each wanted batch of clusters into a file of its own. `batch` (N, m) has the batches of the
+    nearest clusters of each sample, which is in all of them. The table is read once, whatever the number of batches.
+    Raises UserError when the disk is full."""
+    rows: dict[int, list[NDArray[np.int64]]] = {number: [] for number in wanted}
+    for part in table.parts:
+        samples = table.samples(part)
+        inside = [number for number in np.unique(batch[samples]).tolist() if number in rows]
+        if inside:
+            features, good = read_features(table, samples)
+            x = functional.normalize(torch.from_numpy(features), dim=1).half().numpy()
+        for number in inside:
+            here = (batch[samples] == number).any(1) & good
+            with writing(f"TMPDIR={folder.parent}"), (folder / f"{number}.f16").open("ab") as file:
+                x[here].tofile(file)
+            rows[number].append(samples[here])
+        tick("sorting by cluster", int(samples[-1]) + 1, table.about.images)
+    return {number: Features(folder / f"{number}.f16", np.concatenate(some)) for number, some in rows.items()}
+
+
+def in_batches(starts: NDArray[np.int64], samples: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position (excluded) of neighbouring clusters that have at most so many samples
+    together, or of one that has more. `starts` are the first positions of all clusters."""
+    first, ends = 0, [*starts[1:].tolist(), samples]
+    for end, after in zip(ends, [*ends[1:], np.inf], strict=True):
+        if after - first > most:
+            yield first, end
+            first = end

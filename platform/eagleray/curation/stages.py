@@ -1,0 +1,51 @@
+"""Keeps what each stage of a clustering has found beside its table, from which an interrupted command continues.
+
+The table's description names the data and all settings, and a folder has one table, so a file here belongs to them.
+"""
+
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from eagleray.base.files import writing
+from eagleray.storage.store import store
+
+PREFIX = "_stage-"  # readers of a folder of Parquet files pass over names with an underscore
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The files of stages in a folder or URL."""
+
+    folder: str
+
+    @cached_property
+    def before(self) -> frozenset[str]:
+        """The stages that were there when this was first asked."""
+        listed = store(self.folder).list(f"{self.folder}/", PREFIX)
+        return frozenset(blob.url.rpartition(PREFIX)[2].removesuffix(".npz") for blob in listed)
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """Return the arrays of a stage, None if no earlier process has finished it."""
+        if name not in self.before:
+            return None
+        with np.load(io.BytesIO(store(self.folder).get(self._url(name)))) as file:
+            return dict(file)
+
+    def save(self, name: str, **arrays: Any) -> dict[str, Any]:
+        """Write the arrays of a stage as a whole, and return them. Raises UserError when they cannot be written."""
+        np.savez(buffer := io.BytesIO(), **arrays)
+        with writing(f"out={self.folder}"):
+            store(self.folder).write(self._url(name), buffer.getvalue())
+        return arrays
+
+    def clear(self) -> None:
+        """Delete the files of all stages."""
+        for blob in store(self.folder).list(f"{self.folder}/", PREFIX):
+            store(self.folder).delete(blob.url)
+
+    def _url(self, name: str) -> str:
+        return f"{self.folder}/{PREFIX}{name}.npz"
