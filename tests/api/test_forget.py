@@ -56,6 +56,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is saved when it is due, however long the one before it takes."""
+    monkeypatch.setattr(checkpoint.Writer, "busy", False)
+
+
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingBucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -58,7 +58,7 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
     best = guard.get("returns") if isinstance(guard := state.get("guard"), dict) else None
-    if best not in (None, state["step"]) and store.may_be_folder(path):
+    if isinstance(best, int) and best != state.get("step") and store.may_be_folder(path):
         state = checkpoint.newest(*where, step=best) or state
     return state, folder
 
