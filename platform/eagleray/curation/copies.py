@@ -1,6 +1,7 @@
 """Looks for near copies in all clusters of a data set, some clusters at a time, whose features are put together on the
 disk first."""
 
+import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,10 @@ def compare(
 ) -> dict[str, NDArray[Any]]:
     """Compare the samples in `order` (n,), those of whole clusters, with each other, and with those in the file that
     visit these clusters."""
-    x = np.memmap(file.path, np.float16, "r", shape=(len(file.rows), of.features.about.settings["dim"]))
+    with file.path.open("rb") as content:
+        mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
     file.path.unlink()  # the mapping stays
+    x = np.frombuffer(mapped, np.float16).reshape(len(file.rows), -1)
 
     def likeness(rows: NDArray[np.int64]) -> Likeness:
         bits = None if hashes is None else signs(hashes[file.rows[rows]], of.device)
@@ -124,6 +127,7 @@ def compare(
             some = np.concatenate([stay, guests[begin : min(begin + GUESTS, high)]])
             one, two, alike = (v.cpu().numpy() for v in across(likeness(some), len(stay), of.similar))
             pairs.append((file.rows[some[one]], file.rows[some[two]], alike))
+        mapped.madvise(mmap.MADV_DONTNEED)  # pages of clusters that are done would count as this process's memory
     pairs.append((order[:0], order[:0], similarity[:0]))
     one, two, alike = (np.concatenate(column) for column in zip(*pairs, strict=True))
     found: dict[str, NDArray[Any]] = {"rows": order, "original": original, "similarity": similarity}

@@ -103,8 +103,8 @@ def of_file(key: str, name: str, path: Path) -> Material:
 def newest_digest(out: str) -> str:
     """Return the SHA-256 of a run's newest checkpoint, as its manifest states it."""
     url = f"{out.rstrip('/')}/{layout.CHECKPOINTS}"
-    [name, *_] = names_in(blobs_of(url))
-    return str((parse_manifest(store.find(f"{url}/{name}.json") or b"") or {}).get("sha256", ""))
+    newest = names_in(blobs_of(url))[:1]
+    return "".join(str((parse_manifest(store.find(f"{url}/{n}.json") or b"") or {}).get("sha256", "")) for n in newest)
 
 
 def facts_of(
