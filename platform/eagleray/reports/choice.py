@@ -8,9 +8,9 @@ from eagleray.reports.page import Picture, Pictures, Section, Table
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds what is left of a data set, as plain values that a run keeps in its folder."""
+    """The choice of samples of a data set, as plain values that a run stores in its folder."""
 
-    digest: str  # a digest of the weights
+    digest: str  # digest of the samples' weights
     tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, columns and rows
     sheets: list[tuple[str, str]]  # a name and a data: URI
     text: list[str]

@@ -13,7 +13,7 @@ from eagleray.reports.read import Run, names
 from eagleray.reports.sections import all_scores, data_text, figures, latest_results, model_text
 from eagleray.runs import metrics
 
-# Numbers of the throughput protocol that accuracies are drawn over, and their axes.
+# Numbers of the throughput protocol over which accuracies are drawn, and the labels of their axes.
 AXES = {
     "throughput/images_per_s": "images/s of a forward pass",
     "throughput/params_m": "million parameters",
@@ -137,7 +137,7 @@ def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Pictur
     alike = len({format_settings(at) for at in map(conditions, costs.values())}) == 1
     for heading, key, scores in accuracies(runs):
         for axis, label in AXES.items():
-            if axis == "throughput/images_per_s" and not alike:  # another device or batch is not comparable
+            if axis == "throughput/images_per_s" and not alike:  # speeds under other conditions cannot be compared
                 continue
             points = [
                 plots.Point(
@@ -151,7 +151,7 @@ def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Pictur
 
 
 def throughput_of(run: Run) -> Result | None:
-    """Return the latest result of the throughput protocol of a run."""
+    """Return the latest result of the throughput protocol of a run, or None."""
     return next((r for r in reversed(latest_results(run)) if r.protocol == "throughput"), None)
 
 
@@ -161,8 +161,8 @@ def conditions(result: Result) -> Mapping[str, object]:
 
 
 def accuracies(runs: Mapping[str, Run]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield how an accuracy was measured, its key, and the runs that have it: only what was measured in the same way
-    can be compared."""
+    """Yield how an accuracy was measured, its key, and its values by run.
+    Values that were measured differently are yielded separately, as they cannot be compared."""
     found: dict[tuple[tuple[str, str], str], tuple[str, str, dict[str, float]]] = {}
     for name, run in runs.items():
         for scores in all_scores(run):

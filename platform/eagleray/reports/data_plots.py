@@ -1,4 +1,4 @@
-"""Draw what a page on a data set shows: a map of features with images on it, distributions, and sheets of images."""
+"""Draw the pictures of a page on a data set: a map of features with images on it, distributions, sheets of images."""
 
 import io
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:
 
 
 def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tuple[int, Pixels]]) -> str:
-    """Return a map of points (n,) in colours by number, with the images of some of them, as a data: URI."""
+    """Return a map of points (n,), coloured by the numbers `colour` (n,), with the images of some, as a data: URI."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
     figure = Figure(figsize=SIZE, dpi=110)
     axes = figure.add_axes((0, 0, 1, 1))
-    x, y = (v.clip(*np.percentile(v, [0.5, 99.5])) for v in (x, y))  # a few that are far off would shrink the others
+    x, y = (v.clip(*np.percentile(v, [0.5, 99.5])) for v in (x, y))  # a few outliers would shrink the rest
     colours = colormaps["tab20"](colour % 20)
     axes.scatter(x, y, c=colours, s=8, linewidths=0, alpha=0.7)
     for row, image in images:
@@ -48,7 +48,7 @@ def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tu
 
 
 def histogram_uri(values: Floats) -> str:
-    """Return a histogram of a column as a data: URI; the outermost bars count all values beyond them."""
+    """Return a histogram of a column as a data: URI. The outermost bars count all values beyond them, too."""
     from matplotlib.figure import Figure
 
     low, high = np.percentile(values, [0.5, 99.5])

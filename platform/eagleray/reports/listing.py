@@ -28,10 +28,10 @@ class Listed:
     method: str
     state: str  # the state that a report shows, or "damaged"
     step: int
-    steps: int | None  # planned
+    steps: int | None  # number of planned steps
     best: float | None
     last: float | None
-    changed: datetime | None  # UTC: of the newest start or end
+    changed: datetime | None  # UTC time of the newest start or end
 
 
 def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str = "") -> list[Listed]:
@@ -58,24 +58,24 @@ def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str =
 
 
 def by_score(runs: list[Listed], metric: str) -> list[Listed]:
-    """Return runs with the best score first; runs without one come last."""
+    """Return runs with the best score first, and runs without a score last."""
     sign = -1 if METRICS[metric].better == "lower" else 1
     return sorted(runs, key=lambda run: (run.best is not None, sign * (run.best or 0)), reverse=True)
 
 
 def run_folders(root: str) -> Iterator[str]:
-    """Yield the folder or URL of every run in a folder. Raises UserError."""
+    """Yield the folder or URL of every run in a folder. Raises UserError when there is no such folder."""
     if not store.may_be_folder(root):
         raise UserError(f"{root}: no such folder; expected one with runs in it")
     last = None
     for folder, names in folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
-        inside = last is not None and folder.startswith(f"{last}/")  # a part of a run
+        inside = last is not None and folder.startswith(f"{last}/")  # a folder within a run's is no run
         if _is_run(folder, names) and not inside:
             yield (last := folder)
 
 
 def _is_run(folder: str, names: Collection[str]) -> bool:
-    """Return whether a folder with these files is that of a run, and not what MLflow keeps of one."""
+    """Return whether a folder with these files is that of a run, and not MLflow's copy of its files."""
     copy = folder.endswith("/artifacts") and layout.ENVIRONMENT not in names
     return layout.RECIPE in names and not copy
 
@@ -114,8 +114,8 @@ def _part(recipe: dict[str, Any], part: str) -> str:
 
 
 def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders up to `depth` levels below a folder that hold files of these names, with those that they hold;
-    a folder comes before those in it. On this machine, what is in a folder with all of them is not looked at."""
+    """Yield the folders up to `depth` levels below `root` that have files of these `names`, with the names found.
+    A folder comes before its subfolders. On this machine, subfolders of a folder with all the names are skipped."""
     if folder := store.folder_of(root):
         found = {}
         for parent, folders, files in os.walk(folder):

@@ -11,17 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-BUDGET = 3_000_000  # bytes of all pictures of evaluations together; a third more once written as text
-LEAST = 20_000  # the least bytes that one of them gets: in fewer nothing could be seen
+BUDGET = 3_000_000  # most bytes of all pictures of evaluations together, which take a third more as base64 text
+LEAST = 20_000  # fewest bytes that a picture of an evaluation may take, as fewer would show nothing
 FORMATS = ("PNG", "JPEG", "WEBP")  # browsers show these, and PIL starts no program to read them
 PIXELS = 50_000_000  # larger pictures are not decoded
-# Longer side in pixels and quality of a picture that is larger than its share, the first that fits.
+# Longer sides in pixels and WebP qualities to try for a picture that is larger than its share, until one fits.
 SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page. The first cell of a row names the row; a cell is text, a number or None."""
+    """A table of a page. The first cell of a row names the row. A cell is text, a number or None."""
 
     caption: str
     columns: Sequence[str]
@@ -43,7 +43,7 @@ class Pictures:
     """A group of pictures."""
 
     pictures: Sequence[Picture]
-    large: bool = False  # one below the other, not side by side
+    large: bool = False  # whether they are one below the other, not side by side
     kind: ClassVar[str] = "pictures"
 
 
@@ -62,7 +62,7 @@ class Section:
     title: str
     blocks: Sequence[Table | Pictures | Texts]
     text: Sequence[str] = ()
-    narrow: bool = False  # blocks stand side by side where there is room
+    narrow: bool = False  # whether blocks stand side by side where there is room
 
     @property
     def anchor(self) -> str:
@@ -88,7 +88,7 @@ class Page:
     sections: Sequence[Section]
     footer: str
     state: str = ""
-    bad: bool = False  # the state is one that somebody must see to
+    bad: bool = False  # whether somebody must act on the state
     tiles: Sequence[Tile] = field(default=())
 
 
@@ -98,7 +98,7 @@ def footer_text(of: str) -> str:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. Every text is escaped; half a surrogate pair, which UTF-8 cannot hold, is its code."""
+    """Return the page as HTML, with texts escaped. Lone surrogates, invalid in UTF-8, are shown as their codes."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -127,7 +127,7 @@ def uri(data: bytes, kind: str) -> str:
 
 
 def picture_uri(path: Path, share: int) -> str:
-    """Return a picture file as a data: URI of at most about `share` bytes; a picture that is larger is shrunk.
+    """Return a picture file as a data: URI of at most about `share` bytes. A larger picture is shrunk.
     Raises OSError when the file is not a picture, or has too many pixels."""
     from PIL import Image
 
@@ -137,7 +137,7 @@ def picture_uri(path: Path, share: int) -> str:
             if image.width * image.height > PIXELS:
                 raise OSError(f"{path}: more than {PIXELS:,} pixels")
             small = image.convert("RGB")
-    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # PIL's, of what is half written or a bomb
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # of incomplete files and decompression bombs
         raise OSError(f"{path}: {e}") from None
     if path.stat().st_size <= share:
         return uri(path.read_bytes(), kind)

@@ -16,10 +16,10 @@ from eagleray.runs.plots import BOTTOM, REST, TOP, Curve, Line, Panel, fill, gra
 
 SIZE = (4.6, 2.9)  # inches
 DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
-POINTS = 600  # points of a line at most
+POINTS = 600  # most points of a line
 COLOURS = (BLUE, RED, "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
 STYLES = ("-", "--", ":", "-.")
-MOST = len(COLOURS) * len(STYLES)  # runs that can be told from each other
+MOST = len(COLOURS) * len(STYLES)  # most runs whose curves can be told apart
 
 SPEED = Panel(
     "images/s",
@@ -28,7 +28,7 @@ SPEED = Panel(
     right=[Line(metrics.DATA_WAIT, "share of time waiting", GREY, "--")],
 )
 GOODPUT = Panel("goodput", 1.0, [Line(metrics.GOODPUT, "goodput so far", BLUE)])
-# What a panel shows, for those who see it for the first time.
+# Maps the title of a panel to an explanation for readers who are new to it.
 EXPLAINED = {
     "loss": "Loss, and the learning rate on an axis of its own.",
     "kNN, top-1 %": "How often an image is classified correctly by its nearest neighbours: among all training images "
@@ -42,7 +42,7 @@ EXPLAINED = {
     "images/s": "Speed over all workers, and the share of the time spent waiting for data.",
     "goodput": "The share of all time since the first start that went into steps that count.",
 }
-# Of several runs: the key, what it is, whether its axis is logarithmic.
+# Key and label of each metric that is drawn for several runs, and whether its axis is logarithmic.
 COMPARED = [(m.key, m.label, m.log_axis) for m in METRICS.values() if m.compared]
 STABILITY = (metrics.MONITOR_KNN, metrics.KNN_TOP1, metrics.LOSS, metrics.GRAD_NORM)
 
@@ -70,8 +70,8 @@ def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Pic
 
 
 def stability(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
-    """Return the curves by which the trials of a sweep are told stable or not: kNN accuracy, loss and gradient norm
-    (MoCo v3, figures 1 to 5)."""
+    """Return the curves that show whether the trials of a sweep are stable: kNN accuracy, loss and gradient norm (MoCo
+    v3, figures 1 to 5)."""
     shown = [entry for entry in COMPARED if entry[0] in STABILITY]
     return [*overlays(runs, shown, folder, epochs=epochs), *first_and_last(runs, folder, epochs=epochs)]
 
@@ -79,7 +79,7 @@ def stability(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Pi
 def overlays(
     runs: Mapping[str, Run], shown: Sequence[tuple[str, str, bool]], folder: Path, *, epochs: bool
 ) -> Iterator[Picture]:
-    """Yield a picture for each key of `shown`, as in COMPARED, that a run has: the curves of all runs."""
+    """Yield a picture with the curves of all runs for each metric in `shown`, such as COMPARED, that a run has."""
     for key, title, log in shown:
         points, lines = {}, []
         for i, (name, run) in enumerate(runs.items()):
@@ -118,7 +118,7 @@ def curve(run: Run, key: str, *, epochs: bool) -> Curve:
 
 
 def label(name: str) -> str:
-    """Return a name as matplotlib shows it unchanged."""
+    """Return a name escaped, so that matplotlib shows it unchanged."""
     return name.replace("$", r"\$")
 
 

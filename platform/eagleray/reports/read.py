@@ -25,24 +25,24 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import read_summary
 from eagleray.storage import store
 
-Source = str | os.PathLike[str]  # an `eagleray.Run` is one, too
-LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # any of them makes a folder a run's
+Source = str | os.PathLike[str]  # an `eagleray.Run` is path-like, too
+LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # a run's folder has one of these
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
-LAST = 15  # lines of the log
+LAST = 15  # number of last lines of the log to show
 PARTS = ("method", "backbone", "data", "optim", "evaluate")  # sections of a recipe that are read here
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of the files in a run's folder; where a file is missing, its field is empty."""
+    """The contents of the files in a run's folder. The field of a missing file is empty."""
 
     out: str  # the folder or URL where the run is kept
     folder: Path  # the run's files on this machine
-    recipe: dict[str, Any]  # resolved
+    recipe: dict[str, Any]  # the resolved recipe
     environment: dict[str, Any]
     records: Sequence[dict[str, Any]]  # lines of metrics.jsonl
     summary: dict[str, Any]  # summary.json; empty until the run has finished
-    earlier: dict[str, Any]  # the summary of an end after which it took more steps, with a larger max_steps
+    earlier: dict[str, Any]  # summary of an earlier end, after which the run took more steps with a larger max_steps
     results: Sequence[Result]
     findings: Sequence[dict[str, Any]]
     starts: Sequence[dict[str, Any]]
@@ -51,12 +51,12 @@ class Run:
     state: str  # finished, running, stopped, failed, broken off or not begun
     why: str  # more about the state, in a sentence
     log: Sequence[str]  # last lines of train.log
-    forecast: dict[str, Any]  # what was expected of its memory and speed
+    forecast: dict[str, Any]  # the expected memory and speed of the run
     choice: Choice | None  # the samples that the run reads
 
     @property
     def last(self) -> int:
-        """Return the number of steps that were taken, according to the log."""
+        """Return the number of steps that were taken, from metrics.jsonl or, without it, from summary.json."""
         return int(self.records[-1]["step"]) if self.records else int(self.summary.get("steps", 0))
 
     @property
@@ -142,7 +142,7 @@ def state_of(
 
 
 def failure_of(out: str) -> str | None:
-    """Return why no restart can mend the run, or None. Raises UserError when its note says something else."""
+    """Return why no restart can mend the run, or None. Raises UserError when the file about its failure is damaged."""
     note, where = run_store(out).get(layout.FAILURE), f"{out}/{layout.FAILURE}"
     return shapes.check(shapes.Failure, _parsed(note, where), where).why if note else None
 

@@ -31,12 +31,12 @@ from eagleray.runs.health import AT_END, KINDS
 from eagleray.runs.summary import CHECKED, EARLY, EXPORTED, SENTENCES, UNCHECKED, VERDICT
 
 REASONS = 20  # rows of the table of bad samples
-FINDINGS = 50  # the table shows this many findings
+FINDINGS = 50  # most findings in the table
 END = "At the end of the run"
-LONGEST = 1e10  # seconds: three centuries, of which there are dates
+LONGEST = 1e10  # longest duration to show, in seconds: three centuries
 BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # endings of keys of numbers from before the training
 BAD = ("failed", "broken off")  # states in which somebody must act
-# Numbers of a summary that other sections show.
+# Keys of numbers of a summary that other sections show.
 SHOWN_ELSEWHERE = {
     "steps",
     "epochs",
@@ -78,7 +78,7 @@ def page(run: Run, folder: Path) -> Page:
 
 
 def verdict(run: Run) -> list[str]:
-    """Return what the numbers at the end say of the backbone, in sentences, with the findings about them."""
+    """Return sentences on what the numbers at the end say about the backbone, and on the findings about them."""
     said = [sentence[:1].upper() + sentence[1:] + "." for sentence in run.summary.get(VERDICT, ())]
     named = [f["kind"] for f in run.findings if f["kind"] in AT_END and f["step"] == run.last]
     return said + [f"Found at the end: {', '.join(named)}; Health has what may help."] * bool(named)
@@ -100,7 +100,7 @@ def data_text(run: Run) -> str:
 
 
 def source_text(train: Any) -> str:
-    """Return the URL of the training data; of several, the first and the number of the others."""
+    """Return the URL of the training data, or the first of several URLs and the number of the others."""
     first = train[0] if isinstance(train, list) and train else train
     url = first.get("url") if isinstance(first, Mapping) else first
     more = f" and {len(train) - 1} more" if isinstance(train, list) and len(train) > 1 else ""
@@ -138,7 +138,7 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def values_of(run: Run, key: str) -> list[float]:
-    """Return the values of a metric, of the records that have it."""
+    """Return the values of a metric from the records that have it."""
     return [r[key] for r in run.records if key in r]
 
 
@@ -229,7 +229,7 @@ def marks_note(run: Run) -> list[str]:
 
 
 def findings(run: Run) -> list[Table]:
-    """Return the table of what the run reported about its own health, and that of what it was checked for."""
+    """Return the table of what the run reported about its own health, and the table of what it was checked for."""
     rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
     more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
     tables = [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
@@ -299,7 +299,7 @@ def plan_and_fact(run: Run) -> list[Table]:
         values = [r[key] for r in run.records if key in r and r["epoch"] > full]
         return statistics.median(values) if values else None
 
-    full = max((phase["until"] for phase in plan.get("phases", ())), default=0)  # the epoch of the first full views
+    full = max((phase["until"] for phase in plan.get("phases", ())), default=0)  # first epoch after the early phases
     rows = [
         ["images/s", plan.get("images_per_s"), median(metrics.IMAGES_PER_S)],
         ["memory of tensors, GiB", sum(plan["memory"].values()) / 2**30, median(metrics.MEMORY_PEAK)],
@@ -309,7 +309,7 @@ def plan_and_fact(run: Run) -> list[Table]:
 
 
 def choice(run: Run) -> Section:
-    """Return what the run reads of its data and what it leaves out, where its recipe chooses."""
+    """Return the section on the samples that the run reads and leaves out, empty if its recipe does not choose."""
     title = "Choice of samples"
     return run.choice.section(title) if run.choice else Section(title, [])
 
@@ -332,13 +332,13 @@ def bad_samples(run: Run) -> list[Table]:
 
 
 def examples(run: Run, reason: str) -> str:
-    """Return up to three bad samples with this reason, each as shard/key; a shard that is bad as a whole has no key."""
+    """Return up to three bad samples with this reason, each as shard/key, or as shard if all of it is bad."""
     samples = [b for b in run.quarantine if b["reason"] == reason][:3]
     return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in samples)
 
 
 def shows_log(run: Run) -> bool:
-    """Return whether to show the end of the log: the page already says all about a finished run."""
+    """Return whether to show the end of the log. It is not shown for a finished run, about which the page says all."""
     return bool(run.log) and run.state != "finished"
 
 

@@ -1,4 +1,4 @@
-"""Check the files of a run's folder that a page is made of: a person may have written them, or another version."""
+"""Check the files of a run's folder from which a page is made, as a person or another version may have written them."""
 
 import logging
 import re
@@ -13,12 +13,12 @@ from eagleray.config.tree import explain
 
 log = logging.getLogger(__name__)
 NO_MAPPING = re.compile(r"input should be a valid dictionary( or instance of \w+)?")  # pydantic's words
-LONGEST = 300  # characters of what is said about a file
+LONGEST = 300  # most characters of an error about a file
 T = TypeVar("T")
 
 
 class Shape(BaseModel):
-    """Keys of a file, with values that are not converted; there may be others."""
+    """Keys of a file. Values are not converted, and there may be other keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -44,7 +44,7 @@ class Optim(Shape):
 
 
 class Recipe(Shape):
-    """The keys of recipe.yaml that are read here; of others nothing is known, as a plug-in may have brought them."""
+    """The keys of recipe.yaml that are read here. Others are not checked, as a plug-in may have brought them."""
 
     method: Named = Named()
     backbone: Network = Network()
@@ -63,7 +63,7 @@ class Environment(Shape):
 
 
 class Phase(Shape):
-    """An early phase of the views."""
+    """A phase of the run with smaller views or fewer patches, in plan.json."""
 
     until: int
 
@@ -79,7 +79,7 @@ class Forecast(Shape):
 
 
 class Failure(Shape):
-    """The keys of the note about a failure."""
+    """The keys of the file about a failure."""
 
     why: str
 
@@ -115,7 +115,7 @@ def check(kind: type[T], tree: Any, where: Path | str) -> T:
 
 
 def complete(kind: type, lines: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that have what a page shows of them, and warn of the others."""
+    """Return the lines of a file that have the keys of `kind`, which a page shows, and warn of the others."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def fits(line: dict[str, Any]) -> bool:

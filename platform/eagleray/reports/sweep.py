@@ -18,7 +18,7 @@ from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count_trials, in_words
 
-LONGEST = 40  # letters of a trial's values
+LONGEST = 40  # most letters of a trial's values in its name
 
 CAPTIONS = {
     "keys": "The objective over each key that the sweep varies.",
@@ -30,7 +30,7 @@ CAPTIONS = {
 
 def page(folder: Path, out: str, pictures: Path) -> Page:
     """Return the report of the sweep in `out`, a path or a URL, and write PNGs of its trials' curves into the folder
-    `pictures`; `folder` is a copy of the sweep on this machine. Raises UserError when a folder cannot be read."""
+    `pictures`. `folder` is a copy of the sweep on this machine. Raises UserError when a folder cannot be read."""
     study = Study(config.load(Sweep, folder / "sweep.yaml"), out, folder=folder)
     best, keys, several = study.best(), study.keys(), len(study.sweep.alternatives) > 1
     columns = ["Trial", *["Alternative"] * several, *keys, "Steps", study.sweep.objective.key, "State", "Why"]
@@ -62,15 +62,16 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
 
 
 def trials(out: str, count: int) -> str:
-    """Return the trials of a sweep as a shell expands them: patterns of files on this machine, braces also in URLs."""
+    """Return a shell pattern for the `count` trials of a sweep: with `*` in a folder on this machine.
+    For a URL it has braces, which a shell expands without listing files."""
     if store.folder_of(out):
         return f"{out}/trials/*"
     return f"{out}/trials/{{000..{count - 1:03d}}}" if count > 1 else f"{out}/trials/000"
 
 
 def stability(study: Study, pictures: Path) -> Section:
-    """Return the curves of kNN accuracy, loss and gradients of the trials, laid over each other. Of more trials than
-    can be told apart, those shown are spread evenly from the worst to the best."""
+    """Return the curves of kNN accuracy, loss and gradients of the trials in shared plots.
+    If there are too many trials to be told apart, a selection is shown, spread evenly from the worst to the best."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
     rows = [r for r in rows if run_store(study.trial(r["id"])).list(layout.METRICS)]
     order = sorted(rows, key=lambda r: r["metric"])
@@ -87,7 +88,7 @@ def stability(study: Study, pictures: Path) -> Section:
 
 
 def trial_name(study: Study, row: Mapping[str, Any]) -> str:
-    """Return the number of a trial with its values, such as `000: 0.001, mocov3`; without them if they are long."""
+    """Return the number of a trial with its values, such as `000: 0.001, mocov3`, or alone if these are long."""
     values = [in_words(value) for value in row["values"].values()]
     said = ", ".join([row["alternative"], *values] if len(study.sweep.alternatives) > 1 else values)
     return f"{row['id']}: {said}" if len(said) <= LONGEST else str(row["id"])

@@ -20,8 +20,8 @@ from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")  # a page of a stranger, open in the same browser, would come under another name
-SECONDS = 10.0  # the time between two drawings
+HOSTS = (LOOPBACK, "localhost")  # names to serve; a stranger's page in the same browser would have to use another one
+SECONDS = 10.0  # seconds between two drawings
 
 
 class Watch:
@@ -66,8 +66,8 @@ class Watch:
 
     def page(self) -> Page:
         """Return the current page. If Eagleray cannot generate it, return the last page with a line that says why."""
-        with self._lock:  # one of several browsers has it drawn
-            if time.monotonic() - self._drawn >= self.seconds:  # a finished run may be extended
+        with self._lock:  # only one browser's request draws the page
+            if time.monotonic() - self._drawn >= self.seconds:  # also of a finished run, which may be extended
                 try:
                     self._page = page_about(self.of)
                 except (UserError, Outage, OSError) as e:
@@ -77,11 +77,11 @@ class Watch:
             return self._page
 
 
-watch = Watch  # a call reads like that of a function
+watch = Watch  # lower case, as it is called like a function
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server that is silent about browsers that go away."""
+    """An HTTP server that reports no errors of connections, such as of browsers that go away."""
 
     daemon_threads = True
 
@@ -105,7 +105,7 @@ def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             if goes_on(page):
-                self.send_header("Refresh", f"{watch.seconds:g}")  # the browser asks again and stays where it is
+                self.send_header("Refresh", f"{watch.seconds:g}")  # the browser loads it again and keeps its position
             self.end_headers()
             self.wfile.write(body)
 

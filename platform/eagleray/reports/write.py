@@ -17,7 +17,7 @@ from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
 NAME = "report.html"
-ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # states of a run, and MLflow's words
+ENDED = {"stopped": "KILLED", "broken off": "KILLED", "failed": "FAILED"}  # maps states of a run to those of MLflow
 
 
 def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> list[str]:
@@ -74,15 +74,15 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
 
 
 def mend(out: str, folder: Path, status: str) -> None:
-    """Tell MLflow that a run or a sweep has ended that was killed before it could do so. `folder` holds its note about
-    MLflow."""
+    """Tell MLflow with which `status` a run or a sweep has ended, if it was killed before it could do so.
+    `folder` holds the note file about its run in MLflow."""
     note = folder / layout.MLFLOW
     if note.exists() and mlflow_run.mend(tracking_of(folder), note, status):
         run_store(out).share(note)
 
 
 def mend_sweep(out: str, folder: Path) -> None:
-    """Do the same for a sweep that nobody is working on, and for its trials on this machine."""
+    """Tell MLflow that a sweep has ended that nobody is working on, and so have its trials on this machine."""
     for place in (folder, *sorted(folder.glob("trials/*"))):
         where, held = (out, layout.COMMAND) if place == folder else (str(place), layout.OWNER)
         if not run_store(where).is_claimed(held):

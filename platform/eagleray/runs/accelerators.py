@@ -1,4 +1,4 @@
-"""The accelerators that a plan knows, with the numbers of their makers' data sheets and a cloud's usual network."""
+"""The accelerators that a run can be planned for, with rates from data sheets and from a cloud's usual network."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,13 +9,13 @@ from eagleray.config import nearest
 if TYPE_CHECKING:
     from eagleray.runs.step_trace import StepTrace, Work
 
-# Operations by what limits them.
+# Kinds of operations, by what limits their speed.
 MATMUL, CONV, ATTENTION, NORM, FUNCTION, MOVE = "matmul", "conv", "attention", "norm", "function", "move"
-PER_NODE = 8  # accelerators that a machine holds at most
+PER_NODE = 8  # largest number of accelerators in a machine
 
 
 class Accelerator(NamedTuple):
-    """One accelerator. Rates are peaks, without sparsity."""
+    """The data of one kind of accelerator. Rates are peaks, without sparsity."""
 
     title: str
     half: float  # TFLOP/s of matrix products in bfloat16, or in float16 where there is no bfloat16
@@ -24,7 +24,7 @@ class Accelerator(NamedTuple):
     full: float  # TFLOP/s of float32 products without TF32
     memory: float  # GiB that the driver reports
     bandwidth: float  # GB/s of its memory
-    link: float  # GB/s to the others of its machine, in one direction
+    link: float  # GB/s to the other accelerators of its machine, in one direction
     network: float  # GB/s of its share of the machine's network, in one direction
     source: str
 
@@ -55,13 +55,13 @@ ACCELERATORS = {
 REACHED = {MATMUL: 0.65, CONV: 0.4, ATTENTION: 0.35}
 REACHED_BANDWIDTH = 0.8
 LAUNCH = 2e-6  # seconds between two operations, on any device
-LATENCY, FAR = 20e-6, 50e-6  # seconds of the smallest exchange between devices of a machine, and of several machines
-HOP = 25e-6  # seconds of a message between the hosts' processes of two ranks
-# Of a CPU core: only how they compare with each other matters, as `calibrate` measures the speed of the whole.
+LATENCY, FAR = 20e-6, 50e-6  # seconds of the smallest exchange within a machine, and between machines
+HOP = 25e-6  # seconds of a message between two ranks, sent by their CPU processes
+# Rates of a CPU core. Only their ratios matter, as `local_forecast.calibrated` scales them to the measured speed.
 CORE = {MATMUL: 80e9, CONV: 60e9, ATTENTION: 60e9}  # FLOP/s
-CORE_BANDWIDTH = {FUNCTION: 9e9, NORM: 12e9}  # B/s; of all other operations:
-CORE_COPY = 30e9
-DISPATCH = 8e-6  # seconds that the host takes for an operation: less work than this leaves the device idle
+CORE_BANDWIDTH = {FUNCTION: 9e9, NORM: 12e9}  # B/s
+CORE_COPY = 30e9  # B/s of all other operations
+DISPATCH = 8e-6  # seconds in which the host dispatches an operation; a device that is faster waits for the host
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,14 @@ class Rates:
 
     flops: dict[tuple[str, bool], float]  # FLOP/s by kind and whether it is in float32
     bytes: dict[str, float]  # B/s by kind
-    launch: float  # seconds of an operation beside its work
-    dispatch: float = 0.0  # seconds of the host for an operation, while the device works
+    launch: float  # seconds that each operation takes beside its work
+    dispatch: float = 0.0  # seconds in which the host dispatches an operation while the device works
 
     def seconds(self, trace: "StepTrace") -> float:
-        """Return the time of a step on the device, without its input and the exchanges between ranks.
+        """Return the seconds of a step on the device, without its input and the exchanges between ranks.
 
         Each operation takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al. 2009, the
-        roofline model).
-        """
+        roofline model)."""
 
         def one(w: "Work") -> float:
             computing = w.flops / self.flops[w.kind, w.wide] if w.flops else 0.0
@@ -96,10 +95,9 @@ class Rates:
         )
 
     def fitted(self, short: "StepTrace", short_seconds: float, long: "StepTrace", long_seconds: float) -> "Rates":
-        """Return rates with which two steps take their seconds: the speed of all work, and the time of an operation.
+        """Return rates with which both steps take the given seconds, by one factor for all work and a new `launch`.
 
-        Where no such rates exist, as the two steps are too alike, everything is slowed until the long step fits.
-        """
+        If no such rates exist, as the two steps are too alike, all rates are slowed until the long step fits."""
         free = replace(self, launch=0.0)
         (a, b), (c, d) = ((free.seconds(t), sum(t.work.values())) for t in (short, long))
         area = a * d - b * c
@@ -112,14 +110,14 @@ class Rates:
 
 
 def find(name: str) -> Accelerator:
-    """Return an accelerator by its name in the table. Raises UserError."""
+    """Return an accelerator by its name in ACCELERATORS. Raises UserError for an unknown name."""
     if name.lower() not in ACCELERATORS:
         raise UserError(f"--gpu {name}: unknown{nearest(name.lower(), list(ACCELERATORS))}")
     return ACCELERATORS[name.lower()]
 
 
 def recognise(reported: str, memory: float) -> Accelerator | None:
-    """Return the accelerator that a driver reports by its name and memory in GiB, or None for an unknown one."""
+    """Return the accelerator with the name and the memory in GiB that a driver reports, or None for an unknown one."""
     words = set(reported.lower().replace("-", " ").split())
     return next(
         (
@@ -132,7 +130,7 @@ def recognise(reported: str, memory: float) -> Accelerator | None:
 
 
 def stated_rates(device: Accelerator, *, tf32: bool = True) -> Rates:
-    """Return the rates to expect of an accelerator: the stated shares of its peaks. A run in fp32 has no TF32."""
+    """Return the rates to expect of an accelerator, as shares of its peaks. `tf32` is False for a run in fp32."""
     products = device.wide if tf32 else device.full
     flops = {
         (kind, wide): share * 1e12 * (products if wide else device.half)
@@ -150,7 +148,7 @@ def cpu_rates() -> Rates:
 
 
 def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
-    """Return the time in which ranks sum up `size` bytes in a ring (Patarasuk and Yuan 2009), over the slowest link."""
+    """Return the seconds in which ranks sum `size` bytes in a ring (Patarasuk and Yuan 2009), over the slowest link."""
     if ranks == 1:
         return 0.0
     near = ranks <= PER_NODE
@@ -159,5 +157,5 @@ def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
 
 
 def agree_seconds(ranks: int) -> float:
-    """Return the time in which the hosts of ranks agree whether to take a step: in a ring, as gloo sums up."""
+    """Return the seconds in which ranks agree on their CPUs whether to take a step, by gloo's sum in a ring."""
     return 2 * (ranks - 1) * HOP

@@ -1,4 +1,4 @@
-"""Say after which step something is due, and let all ranks agree before each step whether they take it."""
+"""Decide after which steps to log, evaluate and save, and let all ranks agree on every step before they take it."""
 
 import time
 from collections.abc import Iterator
@@ -12,24 +12,24 @@ from eagleray.engine.world import World
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
-WARNED = 5.0  # seconds between two questions whether a machine is about to be taken away
+WARNED = 5.0  # seconds between two checks whether a machine is about to be taken away
 
 
 class Cadence:
-    """Decides after every step what is due. Steps are counted from 1; `saved_step` is the step of the last
-    checkpoint."""
+    """Decides after every step whether to write a record, to evaluate and to save.
+    Steps are counted from 1, and `saved_step` is the step of the last checkpoint."""
 
     def __init__(self, plan: Plan, start: int) -> None:
         recipe = plan.recipe
         self.steps, self.log_steps = plan.steps, recipe.log_steps
-        self.evaluation_steps = recipe.evaluate.every * plan.stream.steps_per_epoch  # 0: at the end alone
+        self.evaluation_steps = recipe.evaluate.every * plan.stream.steps_per_epoch  # 0: only at the end of the run
         self.checkpoint_steps, self.checkpoint_minutes = recipe.checkpoint.steps, recipe.checkpoint.minutes
         self.is_milestone = plan.is_milestone
         self.saved_step, self.saved_time = start, time.monotonic()
 
     def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate the backbone after this step. Not after the last one: the end of a run has its
-        own evaluation."""
+        """Return whether to evaluate the backbone after this step.
+        It is False after the last step, as the end of a run has its own evaluation."""
         return bool(self.evaluation_steps) and step % self.evaluation_steps == 0 and step < self.steps
 
     def records(self, step: int) -> bool:
@@ -43,31 +43,31 @@ class Cadence:
         return time.monotonic() - self.saved_time > 60 * self.checkpoint_minutes
 
     def saved(self, step: int) -> None:
-        """Note that a checkpoint of this step was saved, from which the next interval counts."""
+        """Record that a checkpoint of this step was saved. The next interval begins now."""
         self.saved_step, self.saved_time = step, time.monotonic()
 
 
 class Decision(NamedTuple):
     """The decision of all ranks about the next step."""
 
-    goes_on: bool
+    goes_on: bool  # whether the step is taken
     saves: bool  # whether a checkpoint is saved after the step
 
 
 class Agreement:
-    """Tells the other ranks before a step what this one has met, and decides with them what follows.
+    """Lets all ranks decide together, before each step, whether to take it and whether to save afterwards.
 
-    The numbers are exchanged on the host, which does not wait for the device.
-    """
+    Each rank contributes whether it was asked to stop, how many bad samples it met, and whether it failed. These
+    numbers are summed in CPU tensors, so that no rank has to wait for its accelerator."""
 
     def __init__(self, world: World, folder: RunDir, quarantine: Quarantine, cadence: Cadence) -> None:
         self.world, self.folder, self.quarantine, self.cadence = world, folder, quarantine, cadence
-        self.warned = time.monotonic()  # the time of the last question about machines
-        # Why there are no more batches; the same on all ranks after they have agreed.
+        self.warned = time.monotonic()  # time of the last check whether a machine is about to be taken away
+        # The error that ends the steps, the same on all ranks after `decide`.
         self.problem: UserError | Outage | Preempted | None = None
 
     def next_batch(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
-        """Return the next batch, or None if there is none, and the bad samples that were met while reading it."""
+        """Return the next batch, None after the last one or an error, and the bad samples met while reading it."""
         try:
             return next(batches, (None, []))
         except (UserError, Outage) as e:
@@ -75,8 +75,8 @@ class Agreement:
             return None, []
 
     def decide(self, step: int, bad: list[BadSample], *, stop: bool) -> Decision:
-        """Return whether the step is taken, which needs a batch on every rank and nobody who asked the run to stop, and
-        whether rank 0 wants to save a checkpoint after it. Bad samples of all ranks go into quarantine."""
+        """Return whether all ranks take the step, and whether rank 0 wants to save a checkpoint after it.
+        A step needs a batch on every rank and no request to stop. Bad samples of all ranks go into quarantine."""
         due = self.cadence.is_milestone(step) or (self.cadence.saves(step) and not self.folder.saving())
         save = self.world.rank == 0 and due
         look = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED

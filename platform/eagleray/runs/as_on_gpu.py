@@ -1,8 +1,7 @@
 """Let a step that is traced on tensors without values take the branches that a GPU takes, on any machine.
 
-Such tensors lie on the CPU, as PyTorch makes none for a GPU that is not there. What a GPU does otherwise is what code
-decides by the device (`base.devices`), autocast, which keeps more in float32, and batch norm over all ranks.
-"""
+Such tensors are on the CPU, as PyTorch makes none for a GPU that is not there. Three things differ on a GPU: code that
+asks for the device (`base.devices`), autocast, which keeps more in float32, and batch norm over all ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from eagleray.base import devices, dist
 
-# What autocast computes in float32 on a GPU, of the operations that training may have: PyTorch's autocast_mode.h.
+# Operations of training that autocast computes in float32 on a GPU, from PyTorch's autocast_mode.h.
 FLOAT32 = """
 exp expm1 log log1p log2 log10 reciprocal rsqrt pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus
 layer_norm native_layer_norm rms_norm group_norm cosine_similarity nll_loss nll_loss2d kl_div l1_loss smooth_l1_loss
@@ -23,14 +22,14 @@ huber_loss mse_loss binary_cross_entropy_with_logits dist pdist cdist renorm log
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa prod prod.dim_int softmax.int
 log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """
-UNCAST = ("cat", "stack")  # a CPU casts what these join beforehand, and a GPU while it writes
-ALIGNED = 16  # a mask has a multiple of so many columns
+UNCAST = ("cat", "stack")  # operations whose inputs autocast casts beforehand on a CPU; a GPU casts while it writes
+ALIGNED = 16  # the rows of an attention mask are padded in memory to a multiple of this many columns
 HALF = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """A context in which tensors of the CPU are computed with as on a GPU, as far as their shapes and dtypes go."""
+    """A context in which operations on CPU tensors have the shapes and dtypes that they would have on a GPU."""
     with devices.pretending(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in FLOAT32.split():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
@@ -53,8 +52,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return scaled_dot_product_attention as a GPU computes it: in one operation, before which a mask (..., N, M) is
-    aligned."""
+    """Return scaled_dot_product_attention as one operation, like on a GPU.
+    The rows of a mask (..., N, M) are aligned in memory before."""
     if mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, scale=scale)[0]  # type: ignore[no-any-return]
     aligned = F.pad(mask, (0, -mask.shape[-1] % ALIGNED))[..., : mask.shape[-1]]
@@ -63,8 +62,8 @@ def attention(
 
 
 def autocast_kernel(name: str, key: str, cast: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return what an operation does where autocast's dispatch `key` is on: each argument is cast, which may be a list
-    or a number too."""
+    """Return the kernel of an operation for autocast's dispatch key `key`: it applies `cast` to each argument, also to
+    lists and numbers, and runs the operation without this key."""
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
     beyond = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -82,16 +81,16 @@ def widened(x: Any) -> Any:
 
 
 def exchange_moments(module: nn.Module) -> None:
-    """Let the batch norms of a module, in place, exchange what those over all ranks do on a GPU. PyTorch's own layer
-    for it takes no tensors of a CPU."""
+    """Replace the batch norms of a module, in place, by layers that exchange the same as SyncBatchNorm.
+    PyTorch's SyncBatchNorm does not accept CPU tensors."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.__class__ = type("Exchanging", (_Exchanging, type(part)), {})
 
 
 class _Exchanging(nn.SyncBatchNorm):
-    """The exchanges of PyTorch's layer, and then the computation of the layer that it stands for. `models.batch_norm`
-    takes it for one over all ranks."""
+    """A batch norm with the exchanges of SyncBatchNorm and the computation of the layer that it replaces.
+    As a subclass of SyncBatchNorm it counts for `models.batch_norm` as one over all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -99,8 +98,8 @@ class _Exchanging(nn.SyncBatchNorm):
 
 
 class _Exchange(torch.autograd.Function):
-    """The exchanges of torch.nn.SyncBatchNorm for x (B, C, ...): mean, deviation and number of rows in the forward
-    pass, two sums in the backward pass."""
+    """The exchanges of torch.nn.SyncBatchNorm for x (B, C, ...), which is returned as it is: mean, deviation and number
+    of rows in the forward pass, two sums in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measure goodput, the share of a run's time that went into steps that were not lost, from starts.jsonl."""
+"""Measure goodput from starts.jsonl: the share of a run's time that went into steps that were not lost."""
 
 import time
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from eagleray.base.files import JsonLines, read_lines
 
-WHOLE = ("step", "reached", "ranks")  # the numbers of a line that count something
-NEVER = 10**11  # seconds since 1970, in the year 5138
+WHOLE = ("step", "reached", "ranks")  # fields of a line with whole numbers
+NEVER = 10**11  # a line's time is below this number of seconds since 1970, in the year 5138
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of starts.jsonl. A line without a time, or with a count that is no whole number, is left out:
-    a run's folder may come from a stranger."""
+    """Return the lines of starts.jsonl. Lines without a valid time, or with a count that is not an integer, are left
+    out, as a run's folder may come from a stranger."""
     return [line for line in read_lines(path) if _is_valid(line)]
 
 
@@ -31,12 +31,12 @@ class Attempts:
         self.lines, self.file = read_starts(path), JsonLines(path)
 
     def add(self, **line: Any) -> None:
-        """Append a line, later if the disk is full."""
+        """Append a line with the present time. If the disk is full, it is written later."""
         self.lines.append(line | {"time": round(time.time(), 2)})
         self.file.log(self.lines[-1])
 
     def trained(self, step: int) -> None:
-        """Note that the run has taken its last step, unless that is known: goodput ends there."""
+        """Record that the run has taken its last step, unless that is recorded already. Goodput ends there."""
         if "step" in self.lines[-1]:
             self.add(trained=step)
 
@@ -45,8 +45,8 @@ class Attempts:
         return [line for line in self.lines if "step" in line]
 
     def in_vain(self, command: str) -> int:
-        """Return how many of the last starts of a command began at the same step with the same number of ranks, without
-        progress in between: with another number it is the cluster that changed."""
+        """Return how many of the last starts of a command began at the same step with the same number of ranks.
+        Another step means progress, and another number of ranks a changed cluster, so the count ends there."""
         starts = [(s["step"], s.get("ranks")) for s in self.starts if s.get("command") == command]
         return next((i for i, start in enumerate(reversed(starts)) if start != starts[-1]), len(starts))
 

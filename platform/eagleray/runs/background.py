@@ -1,4 +1,4 @@
-"""Do side work: again and again in a thread beside the training, or once, without ending the run if it fails."""
+"""Do side work, repeatedly in a thread or once, whose failure does not end the run."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Background(threading.Thread):
-    """A thread that calls `tick` every `seconds` until it is closed; each failure is logged once."""
+    """A thread that calls `tick` every `seconds` until closed. The same failure is not logged twice in a row."""
 
     seconds = 3.0
 
@@ -21,14 +21,14 @@ class Background(threading.Thread):
         self.reported = ""
 
     def tick(self) -> None:
-        """Do the work once; every subclass defines it."""
+        """Do the work once. Every subclass defines this method."""
         raise NotImplementedError
 
     def run(self) -> None:
         while not self.ended.wait(self.seconds):
             try:
                 self.tick()
-            except Exception as e:  # such as of a note that somebody else has written; the next tick may succeed
+            except Exception as e:  # such as for a damaged file from elsewhere; the next tick may succeed
                 known = isinstance(e, UserError | Outage | OSError)
                 line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
                 if line != self.reported:
@@ -36,7 +36,7 @@ class Background(threading.Thread):
                 self.reported = line
 
     def close(self) -> None:
-        """End the thread after the tick that it may be in. It need not have been started."""
+        """End the thread after its present tick, if there is one. The thread may not have been started."""
         self.ended.set()
         if self.is_alive():
             self.join()
@@ -44,8 +44,8 @@ class Background(threading.Thread):
 
 @contextlib.contextmanager
 def side_work(what: str, tell: Callable[[str], None] = log.warning) -> Iterator[None]:
-    """A context for work without which a run goes on, such as a picture: its failure is a line that begins with
-    `what`."""
+    """A context for optional work of a run, such as a picture.
+    A failure does not end the run: `tell` gets a line about it that begins with `what`."""
     try:
         yield
     except Exception as e:  # a package may be missing, a disk full, a server away

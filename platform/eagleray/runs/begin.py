@@ -1,7 +1,6 @@
-"""Begin a run for the command that holds it: check what can be wrong, then write what the run begins with.
+"""Begin a run for the command that holds it: check everything that may fail, then write the run's first files.
 
-The quick checks come first, and the data, which may take long to index, after them.
-"""
+The quick checks come before those of the data, which may take long to index."""
 
 import json
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from eagleray.runs.start import build_started, check_progress
 
 
 def checked_plan(recipe: Recipe, scan_all: ScanAll) -> Plan:
-    """Return the plan of a run, after checking its folder, this machine, its recipe and its data; `scan_all` reads tars
-    that have no index. Raises UserError and Outage."""
+    """Return the plan of a run, after checking its folder, this machine, its recipe and its data. `scan_all` reads tars
+    that have no index. Raises UserError when a check fails, and Outage when a store does not answer."""
     run = run_store(recipe.out)
     run.check_writable()
     folder = run.fetch()
@@ -44,8 +43,8 @@ def checked_plan(recipe: Recipe, scan_all: ScanAll) -> Plan:
 
 
 def begin_run(plan: Plan, command: Sequence[str], *, insist: bool = False) -> None:
-    """Check that a run fits into memory, unless the user `insist`s, and that the weights fit that it takes over; then
-    write its recipe, plug-ins and environment. `command` is the user's command, word by word. Raises UserError."""
+    """Check that a run fits into memory, unless the user `insist`s, and that its start weights fit. Then write its
+    recipe, plug-ins and environment. `command` has the user's words. Raises UserError when a check fails."""
     recipe, run = plan.recipe, run_store(plan.recipe.out)
     check_fit(plan, say, insist=insist)
     if (recipe.start or recipe.backbone.weights or recipe.teacher) and not has_begun(run.view):

@@ -25,14 +25,14 @@ from eagleray.runs.recipe import Recipe
 
 
 def build_method(recipe: Recipe, fill: Callable[[Backbone], object] | None = None) -> Method:
-    """Return the method with fresh weights, the same in every process. `fill` replaces the weights of its backbone
-    before the method copies them, as for a teacher. Raises UserError."""
+    """Return a recipe's method with random weights, the same in every process. `fill` replaces the weights of the
+    backbone before the method copies them, such as for a teacher. Raises UserError when it cannot be built."""
     torch.manual_seed(recipe.seed)
     network = build_backbone(recipe)
     if fill:
         fill(network)
     if recipe.backbone.lora:
-        from eagleray.models.lora import adapt  # most runs train all weights
+        from eagleray.models.lora import adapt  # imported late, as most runs train all weights
 
         adapt(network, recipe.backbone.lora)
     if recipe.method.name in register.entries("method"):
@@ -41,10 +41,10 @@ def build_method(recipe: Recipe, fill: Callable[[Backbone], object] | None = Non
 
 
 def build_backbone(recipe: Recipe) -> Backbone:
-    """Return the backbone with fresh weights. Raises UserError."""
+    """Return the backbone with random weights. Raises UserError when it cannot be built or divide its batch."""
     network = Backbone(**recipe.backbone.arguments)
     chosen = recipe.optim.micro_batch
-    network.micro_batch = size = None if chosen == "auto" else chosen  # `train` chooses it: runs/memory.py
+    network.micro_batch = size = None if chosen == "auto" else chosen  # `train` chooses for auto
     if size and network.batch_norm:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:

@@ -24,7 +24,7 @@ class RunView:
     rank: int
     ranks: int
     device: torch.device
-    steps: int  # planned in all
+    steps: int  # number of planned steps
 
 
 class Callback:
@@ -58,7 +58,7 @@ class Callbacks:
         self.callbacks: Sequence[tuple[str, Callback]] = [(e.name, self._make(e.name, e.target)) for e in entries]
 
     def _make(self, name: str, target: Any) -> Callback:
-        """Build the callback that a plug-in has registered. Raises PluginError."""
+        """Build the callback that a plug-in has registered. Raises PluginError when it is no Callback or fails."""
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
         with foreign_code(f"callback {name}: creating it failed"):

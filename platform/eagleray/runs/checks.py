@@ -1,7 +1,6 @@
-"""Check that a run can begin or go on: its recipe fits its method, the data and the machine, and what it continues.
+"""Check that a run can begin or continue: its recipe must fit its method, its data, the machine and its checkpoint.
 
-The command checks everything before it writes anything; a rank checks again what may differ where it is.
-"""
+The command checks everything before it writes anything. Each rank checks again what may differ on its machine."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +44,8 @@ def make_plan(
     scan_all: ScanAll = scan_here,
     opening: Callable[..., Index] = open_index,
 ) -> Plan:
-    """Check that the recipe, its method and its data fit each other, and open the data; `scan_all` reads tars that have
-    no index. Raises as `open_plan`, and UserError when something does not fit."""
+    """Check that the recipe, its method and its data fit each other, and open the data. `scan_all` reads tars that have
+    no index. Raises what `open_plan` raises, and UserError when something does not fit."""
     method = check_method(recipe)
     check_shares(recipe, method.norm_group)
     plan = open_plan(recipe, note=note, scan_all=scan_all, opening=opening)
@@ -125,7 +124,7 @@ def check_method(recipe: Recipe) -> Method:
 
 
 def check_dropped_patches(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when views are to lose patches that something reads."""
+    """Raises UserError when views are to lose patches, but the method or the anchor reads all of them."""
     rate = recipe.backbone.options.get("patch_drop_rate", 0)
     keys = [f"curriculum.{i}.keep={phase.keep:g}" for i, phase in enumerate(recipe.curriculum) if phase.keep < 1]
     if not rate and not keys:
@@ -142,11 +141,8 @@ def _empty(views: Sequence[View], planes: int) -> list[torch.Tensor]:
 
 
 def check_shares(recipe: Recipe, norm_group: int | None) -> None:
-    """Check that every number of processes that the run may have can share the batch, and that groups of `norm_group`
-    images fit their shares.
-
-    Raises UserError.
-    """
+    """Raises UserError when the batch cannot be divided among every number of ranks that the run may have, or when
+    batch norm's groups of `norm_group` images do not fit the ranks' shares."""
     least, most = recipe.ranks
     for ranks in range(least, most + 1):
         shares = rows(recipe.data.lanes, recipe.optim.batch, ranks=ranks)
@@ -155,8 +151,8 @@ def check_shares(recipe: Recipe, norm_group: int | None) -> None:
 
 
 def check_parallel(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when FSDP is to divide the weights of a method that is not tested with it, or when a key works
-    with whole weights on every rank alone."""
+    """Raises UserError when FSDP is to divide the weights of a method that is not tested with it, or when the recipe
+    has a key that needs whole weights on every rank."""
     if recipe.parallel == "ddp":
         return
     check_shardable(method, recipe.method.name)
@@ -165,7 +161,7 @@ def check_parallel(recipe: Recipe, method: Method) -> None:
 
 
 def keys_of_whole_weights(recipe: Recipe) -> list[str]:
-    """Return the keys of a recipe that work with whole weights on every rank alone."""
+    """Return the keys of a recipe that only work where every rank has whole weights, which FSDP divides."""
     optim = recipe.optim
     keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
     keys |= {"compile=true": recipe.compile is True, "backbone.lora": recipe.backbone.lora is not None}
@@ -173,7 +169,7 @@ def keys_of_whole_weights(recipe: Recipe) -> list[str]:
 
 
 def check_lora(recipe: Recipe) -> None:
-    """Raises UserError when adapters would be trained beside random weights, or are to take over moments."""
+    """Raises UserError when LoRA adapters would be trained beside random weights, or with `start.what=all`."""
     if recipe.backbone.lora and not (recipe.start or recipe.backbone.weights):
         raise UserError("backbone.lora: random weights would stay as they are; expected backbone.weights or start.from")
     if recipe.backbone.lora and recipe.start and recipe.start.what == "all":
@@ -181,7 +177,7 @@ def check_lora(recipe: Recipe) -> None:
 
 
 def check_start(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when keys of the recipe exclude its `start`."""
+    """Raises UserError when other keys of the recipe contradict its `start`."""
     if recipe.start is None:
         return
     given = f"start.from={recipe.start.source}"
@@ -209,13 +205,13 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def differences(recipe: Recipe, stored: Recipe) -> str:
-    """Describe the first keys that make two recipes different experiments; an empty string if none does."""
+    """Return a text on the first keys that make two recipes different experiments; it is empty if none does."""
     return config.differences(recipes.identity(stored), recipes.identity(recipe))
 
 
 def check_continues(plan: Plan, state: Mapping[str, Any]) -> None:
-    """Raises UserError when the recipe, the data or the order is not that of the run whose checkpoint's `state` is to
-    continue. It names the keys, or the shard."""
+    """Raises UserError when a checkpoint's `state` was made with another recipe, other data or another order than the
+    plan's. The error names the keys, or the shard."""
     recipe, out = plan.recipe, plan.recipe.out
     if state["digest"] != recipes.digest(recipe):
         differ = differences(recipe, config.check(Recipe, yaml_text.parse(state["recipe"]), f"{out}/checkpoints"))
@@ -231,7 +227,7 @@ def check_continues(plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def changed_shards(before: str, now: str) -> str:
-    """Say which shards of two texts of `Plan.shards_text` differ; an empty string if none does."""
+    """Return which shards differ between two texts of `Plan.shards_text`, or an empty string if none does."""
     old, new = (dict(line.rpartition("\t")[::2] for line in text.split("\n")[:-1]) for text in (before, now))
     names = {name: "an image of the folder" if image_folder.is_part(name) else readable(name) for name in old | new}
     said = [f"{names[name]} is gone" for name in old if name not in new]
@@ -241,6 +237,6 @@ def changed_shards(before: str, now: str) -> str:
 
 
 def _revision(shard: str) -> str:
-    """Say of which revision of a data set of the Hugging Face Hub the size and tag of a shard were."""
+    """Return from which revision of a Hugging Face data set a shard was, or an empty string for other shards."""
     _, _, revision = shard.partition(" hf:")
     return f", which was of revision {revision}" if revision else ""

@@ -1,4 +1,4 @@
-"""Hold a run for one command of a user: nothing is written into its folder before, and a second command is refused."""
+"""Hold a run for one command of a user, so that a second command is refused. Nothing is written before."""
 
 import contextlib
 import importlib.metadata
@@ -28,7 +28,7 @@ def new_command() -> str:
 
 
 def holds_run(run: RunStore) -> bool:
-    """Return whether a run has begun there. Raises UserError and Outage."""
+    """Return whether a run has begun, which writes its recipe and environment. Raises UserError and Outage."""
     return all(run.get(name) is not None for name in (layout.RECIPE, layout.ENVIRONMENT))
 
 
@@ -37,7 +37,7 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
     """A context in which no other command works on the run in `out`, nor does a process of an earlier one.
 
     `say` gets a line before a wait. Raises Busy when another command is at work, and UserError when the run cannot be
-    written or holds a sweep; nothing was written then."""
+    written or holds a sweep. In both cases nothing was written."""
     run = run_store(out)
     with contextlib.ExitStack() as stack:
         try:
@@ -54,7 +54,7 @@ def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None)
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's environment.json; nothing where it is missing or damaged."""
+    """Return the contents of a folder's environment.json, or an empty mapping if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads((folder / layout.ENVIRONMENT).read_text()))
     return {}
@@ -62,7 +62,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Return the contents of environment.json: versions of packages, machine, user and command."""
-    from eagleray.base import devices  # it imports PyTorch, and commands that start nothing hold runs, too
+    from eagleray.base import devices  # imported late, as it imports PyTorch, which not every command needs
 
     names = ("eagleray", "torch", "torchvision", "timm", "numpy", "pillow", "ray", "mlflow", "webdataset", "boto3")
     versions = {}
@@ -83,7 +83,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the last commit of git that changed this package; an empty text where it is no checkout."""
+    """Return the hash of the last git commit that changed this package, or an empty string outside a checkout."""
     with contextlib.suppress(OSError):  # git may be missing
         words = ["git", "-C", str(Path(eagleray.__file__).parent), "log", "-1", "--format=%H", "--", "."]
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()

@@ -49,8 +49,8 @@ def build(part: Part, backbone: Backbone) -> Method:
 
 @contextlib.contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """A context for code of a plug-in, whose errors are raised as PluginErrors that begin with `what`. Those that are
-    meant for a person stay as they are."""
+    """A context for code of a plug-in. Its errors are raised as PluginErrors that begin with `what`, except UserError
+    and Outage, which are meant for a person and stay as they are."""
     try:
         yield
     except (UserError, Outage):

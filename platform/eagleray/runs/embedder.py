@@ -1,8 +1,7 @@
 """Embed image files with an exported backbone: the code inside the model that a run stores in MLflow.
 
-`runs/mlflow_model.py` puts a copy of this file into each model. Where timm can build the backbone, the model loads
-without this package; MLflow then needs timm and torchvision alone.
-"""
+`runs/mlflow_model.py` puts a copy of this file into each model. If timm can build the backbone, the model loads without
+this package, and MLflow needs only timm and torchvision."""
 
 import json
 from pathlib import Path
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from eagleray.data.decode import BadImage, decode
 from eagleray.views.crop import centre_crop
 
-COLUMN = "image"  # the column of the model's table
-BATCH = 64  # images in the backbone at once
+COLUMN = "image"  # name of the column with image files in the model's input table
+BATCH = 64  # images per forward pass
 
 
 def build(folder: Path) -> torch.nn.Module:
@@ -28,7 +27,7 @@ def build(folder: Path) -> torch.nn.Module:
     if "timm" in description:
         options = {"num_classes": 0, "checkpoint_path": str(weights)} | description["options"]
         return timm.create_model(description["timm"], **options).eval()
-    import eagleray  # timm cannot build it
+    import eagleray  # imported only for backbones that timm cannot build
 
     return eagleray.load(weights).eval()
 
@@ -37,7 +36,7 @@ class Embedder:
     """A frozen backbone with the preprocessing of the run's own evaluation."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """`folder` holds backbone.safetensors and backbone.json; `settings` are `size` and `resize` in pixels, the
+        """`folder` holds backbone.safetensors and backbone.json. `settings` are `size` and `resize` in pixels, the
         `mean` and `std` of each channel and, for images that are not in red, green and blue, their `channels`."""
         self.settings = settings
         self.channels = [SimpleNamespace(**channel) for channel in settings.get("channels", ())]
@@ -46,7 +45,7 @@ class Embedder:
 
     def predict(self, table: Any, params: dict[str, Any] | None = None) -> NDArray[np.float32]:
         """Return the pooled features (N, D) of N images, each a file's bytes in the column `image` of a
-        pandas.DataFrame. Raises ValueError for what is not an image."""
+        pandas.DataFrame. Raises ValueError for a row that is not an image."""
         batches = [table[COLUMN].iloc[i : i + BATCH] for i in range(0, len(table), BATCH)]
         return np.concatenate([self._embed(list(files)) for files in batches])
 
@@ -60,7 +59,7 @@ class Embedder:
         return features
 
     def _crop(self, row: int, data: bytes) -> torch.Tensor:
-        """Return an image's centre crop (N, S, S), uint8."""
+        """Return the centre crop (C, S, S), uint8, of an image. Raises ValueError when `data` is not an image."""
         try:
             image = decode(data, self.channels)  # type: ignore[arg-type]  # what has a mean and a std
         except BadImage as e:
@@ -69,5 +68,5 @@ class Embedder:
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any]) -> Embedder:
-    """Return the model in a folder; MLflow calls this by its name."""
+    """Return the model in a folder. MLflow calls this function by its name."""
     return Embedder(Path(path), model_config)

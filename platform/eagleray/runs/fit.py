@@ -1,5 +1,4 @@
-"""Find settings of a recipe that suit the number of images, for `eagleray init` and for the error of a run with too
-few."""
+"""Find settings of a recipe that suit the number of images, for `eagleray init` and for errors about too few images."""
 
 import math
 import re
@@ -13,15 +12,15 @@ from eagleray.config.schedule import Schedule
 from eagleray.config.view import View
 from eagleray.runs.recipe import Recipe, flat
 
-IMAGENET = 1_281_167  # images that the length of the shipped recipes is meant for
-EPOCHS = (10, 100, 800)  # the fewest, those for as many images as ImageNet, and the most
-STEPS = 16  # least steps of an epoch, so that an epoch is more than a few large batches
-LEAST = 16  # least images of a batch: methods compare the images of a batch, or take means over them
-PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 pixels fits 40 GB
-SMALL = 160  # pixels of images below which a ViT takes smaller patches
+IMAGENET = 1_281_167  # images of ImageNet-1k, for which the lengths of the shipped recipes are meant
+EPOCHS = (10, 100, 800)  # fewest epochs, epochs for as many images as ImageNet-1k, and most epochs
+STEPS = 16  # fewest steps of an epoch, as an epoch should be more than a few large batches
+LEAST = 16  # fewest images of a batch, as methods compare its images or take means over them
+PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 pixels then fits into 40 GB
+SMALL = 160  # side of images in pixels below which a ViT gets smaller patches
 DEFAULTS = config.to_plain(View())
-PUBLIC = "timm:vit_small_patch16_224.dino"  # weights to start from, or to use instead, where there are few images
-READERS = 8  # most lanes of a rank that are worth having
+PUBLIC = "timm:vit_small_patch16_224.dino"  # name of public weights that errors suggest where there are few images
+READERS = 8  # largest useful number of lanes of a rank
 
 
 class Value(NamedTuple):
@@ -179,7 +178,7 @@ def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
 
 
 def _smaller(phase: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
-    """Return a phase of the curriculum with smaller sizes, multiples of the patch, where it has any."""
+    """Return a phase of the curriculum with smaller sizes, if it has any, which are multiples of the patch."""
     sizes = {"sizes": [_side(size * by, patch) for size in phase["sizes"]]} if "sizes" in phase else {}
     return {**phase, **sizes}
 

@@ -28,10 +28,10 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.stop_request import StopRequest
 
 SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
-QUIET = 15.0  # seconds after which a line says that a run is still starting; the next ones come ever later
-LINES = 10  # progress lines of a run whose output is not a terminal
+QUIET = 15.0  # seconds after which a line says that a run is still starting; this doubles after each line
+LINES = 10  # number of progress lines of a run whose output is not a terminal
 LONG = 600.0  # seconds without a progress line after which a run prints another
-RECENT = 20  # lines of metrics.jsonl whose pace says how long the rest will take
+RECENT = 20  # number of newest lines of metrics.jsonl whose speed tells the remaining time
 
 
 class FollowRun:
@@ -39,15 +39,15 @@ class FollowRun:
     folder."""
 
     def __init__(self, folder: Path, steps: int, batch: int) -> None:
-        """`steps` are those of the whole run, of `batch` images each."""
+        """`steps` is the number of steps of the whole run, each with `batch` images."""
         self.folder, self.steps, self.batch = folder, steps, batch
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
-        self.scores: dict[str, float] = {}  # the newest ones, as most lines of metrics.jsonl have none
-        self.failure = ""  # an error in the log that waits: a command that ends with it prints it itself
+        self.scores: dict[str, float] = {}  # newest scores by key, kept as most lines of metrics.jsonl have none
+        self.failure = ""  # error of the log that is not printed yet, as a command that ends with it prints it itself
         self.silence = QUIET  # seconds without a step after which the next line says that the run is starting
-        self.next_step, self.printed = 0, time.monotonic()  # when the next line is due where the output is no terminal
+        self.next_step, self.printed = 0, time.monotonic()  # step of the next line, time of the last
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps", left=False)
@@ -63,7 +63,7 @@ class FollowRun:
     ) -> None:
         self.ended.set()
         self.thread.join()
-        if not error:  # the run was started again, and may have been stopped before it took a step
+        if not error:  # the error in the log is that of an earlier attempt, after which the run was started again
             self.failure = self.failure.replace("error: the run failed", "warning: an earlier attempt failed", 1)
         if not error or one_line(error) not in self.failure:
             self._print_failure()
@@ -76,7 +76,7 @@ class FollowRun:
             last = self.ended.wait(0.5)
             self._say_that_it_starts()
             records = history(parse_lines(self.metrics.lines()))
-            if records:  # the run goes on
+            if records:  # the run has continued after the error
                 self._print_failure()
             for line in self.log.lines():
                 self._print(line)
@@ -87,7 +87,7 @@ class FollowRun:
                 self._show_progress(self.scores | record)
 
     def _say_that_it_starts(self) -> None:
-        """Print how long the run has been starting, where no bar shows it, until its first line of metrics."""
+        """Print how long the run has been starting, until its first line of metrics, if no bar is shown."""
         passed = time.monotonic() - self.printed
         if passed > self.silence and not (self.pace or shows_live(out) or self.ended.is_set()):
             out.print(f"starting for {passed:.0f} s: processes load PyTorch, then the first batches")
@@ -120,16 +120,16 @@ class FollowRun:
             self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()
 
     def seconds_left(self, step: int) -> float:
-        """Return how long the steps after this one will take at the pace of the last lines, whose images/s the log
-        shows, too. The time before the first step, of starting and indexing, says nothing about the steps."""
+        """Return the seconds that the steps after this one will take at the mean speed of the last lines.
+        The time of starting and indexing, before the first step, is left out, as it says nothing about the steps."""
         each = [self.batch / images for images in self.pace if images > 0]
         return (self.steps - step) * sum(each) / max(len(each), 1)
 
 
 @contextlib.contextmanager
 def following(out: str, steps: int, batch: int, command: str, hours: float | None = None) -> Iterator[StopRequest]:
-    """A context that shows the progress of a run of so many steps, of `batch` images each, in which an interrupt asks
-    the run to save and stop, and so does the end of some hours."""
+    """A context that shows the progress of a run with `steps` steps of `batch` images.
+    An interrupt, or the end of `hours` hours, asks the run to save and stop."""
     run = run_store(out)
     with (
         contextlib.closing(StopRequest(out, command)) as stop,

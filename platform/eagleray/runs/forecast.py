@@ -16,10 +16,10 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import StepTrace, divided, divisible, trace_step
 
 GIB = 2**30
-CONTEXT = 1.5 * GIB  # an accelerator's context, libraries' work space and buffers of exchanges
-SPLIT = 1.05  # the allocator takes more by this factor, as freed pieces do not fit
-WAITING = 0.9  # share of the model's speed, below which exchanges limit a step
-HIDDEN = 0.5  # share of a step, its backward pass, behind which gradients are exchanged
+CONTEXT = 1.5 * GIB  # bytes of an accelerator's context, libraries' work space and buffers of exchanges
+SPLIT = 1.05  # factor by which the allocator takes more than the tensors, as freed blocks do not always fit
+WAITING = 0.9  # share of the model's speed below which exchanges count as the limit of a step
+HIDDEN = 0.5  # share of a step, its backward pass, in which gradients are exchanged without a wait
 MODEL, EXCHANGE, HOST, INPUT, STORE = "model", "exchange between ranks", "host", "decoding", "store"
 OF_STEP, OF_INPUT = (MODEL, EXCHANGE, HOST), (INPUT, STORE)
 
@@ -32,14 +32,14 @@ class Devices:
     ranks: int
     rates: Rates | None  # None: the speed is not known
     memory: float  # bytes of each device
-    accelerator: Accelerator | None = None  # None: a CPU, or an unknown one
+    accelerator: Accelerator | None = None  # None: a CPU, or an unknown accelerator
 
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
 
     def rates_in(self, form: str) -> Rates | None:
-        """Return the rates in a number format: a run in fp32 does without TF32 (`engine.precision`)."""
+        """Return the rates in a number format. A run in fp32 does not use TF32 (`engine.precision`)."""
         return stated_rates(self.accelerator, tf32=False) if self.accelerator and form == "fp32" else self.rates
 
 
@@ -50,12 +50,12 @@ class TrainingSet:
     images: int
     image_bytes: float  # mean bytes of an image file
     core_rate: float | None = None  # images/s that one loader process decodes and crops
-    scaled_rate: float | None = None  # the same with data.decode=scaled, where that is not set
+    scaled_rate: float | None = None  # images/s with data.decode=scaled, if the recipe does not set it
     store_rate: float | None = None  # B/s that the store gives to the whole run
     cpus: int | None = None  # CPU cores beside each device
 
     def loaders(self, recipe: Recipe) -> int | None:
-        """Return how many processes of a rank decode, on a core each, or None where that depends on unknown cores."""
+        """Return how many processes of a rank decode, each on a core; None if it depends on unknown `cpus`."""
         asked = recipe.data.workers
         if self.cpus is None:
             return None if asked == "auto" else max(asked, 1)
@@ -66,12 +66,12 @@ class TrainingSet:
 class EarlyPhase:
     """The forecast of a phase of the training in which views are smaller or have fewer patches."""
 
-    until: int  # the epoch before which it ends
-    sizes: tuple[int, ...]  # pixels, of each entry of `views`
+    until: int  # epoch before which the phase ends
+    sizes: tuple[int, ...]  # sides of the crops in pixels, for each entry of `views`
     steps: int
     flops_per_image: float
     images_per_s: float | None
-    keep: float = 1.0  # share of the patches
+    keep: float = 1.0  # share of the patches of each view that are not dropped
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,19 @@ class Forecast:
     memory: dict[str, int]  # bytes of each rank at the peak, by kind
     memory_needed: int  # bytes, with what the device needs beside tensors
     memory_of_device: int  # bytes
-    flops_per_image: float  # training on one image, without what is computed twice
+    flops_per_image: float  # FLOPs of training on one image, without those of recomputed activations
     peak_flops: float | None  # FLOP/s of one device in this precision, the base of `mfu`
-    step_seconds: float | None  # a step does not wait for its input
+    step_seconds: float | None  # seconds of a step that does not wait for its input
     mfu: float | None  # model FLOP utilisation
     rates: dict[str, float]  # images/s that each part could do alone
     steps: int
-    data_bytes: float  # read from the store
-    phases: tuple[EarlyPhase, ...] = ()  # the other numbers are those of the last phase, which needs the most
-    # What was asked. These are not among the numbers.
+    data_bytes: float  # bytes read from the store
+    phases: tuple[EarlyPhase, ...] = ()  # early phases; other numbers are those of the last phase, which needs the most
+    # The inputs of the forecast, which `numbers` leaves out.
     recipe: Recipe = field(kw_only=True, compare=False, repr=False)
     devices: Devices = field(kw_only=True, compare=False, repr=False)
     data: TrainingSet = field(kw_only=True, compare=False, repr=False)
-    price: float | None = None  # of one device for an hour
+    price: float | None = None  # price of one device for an hour
 
     @property
     def fits(self) -> bool:
@@ -181,11 +181,11 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTrace | None = None) -> Forecast:
-    """Forecast a run. Raises UserError when the recipe cannot be built, or not in this precision.
+    """Forecast the memory and the speed of a run. `trace` is that of a training step; None: it is made here.
 
-    With `optim.micro_batch=auto` the forecast is that of the whole batch or, where that does not fit, of a micro-batch
-    that does.
-    """
+    With `optim.micro_batch=auto` the forecast is for the whole batch or, if that does not fit, for the first
+    micro-batch tried that fits; if none does, for the whole batch. Raises UserError when the recipe cannot be built, or
+    the device lacks its precision."""
     if recipe.optim.micro_batch == "auto":
         whole = forecast(replace(recipe, optim=replace(recipe.optim, micro_batch=None)), devices, data, trace)
         if whole.fits or devices.is_cpu:
@@ -238,7 +238,8 @@ def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTra
 
 
 def step_rates(trace: StepTrace, speeds: Rates, devices: Devices, batch: int) -> dict[str, float]:
-    """Return the images/s at which the device, the exchanges that it waits for, and the host would take such steps."""
+    """Return the images/s of such steps by what limits them: the device, the device together with the exchanges that it
+    waits for, and the host."""
     ranks, seconds = devices.ranks, speeds.seconds(trace)
     rates = {MODEL: batch / seconds}
     if ranks > 1:
@@ -253,8 +254,8 @@ def step_rates(trace: StepTrace, speeds: Rates, devices: Devices, batch: int) ->
 
 
 def early_phases(recipe: Recipe, devices: Devices, data: TrainingSet, steps: int) -> Iterator[EarlyPhase]:
-    """Yield the forecasts of the phases with smaller views or fewer patches, of a run of so many steps. Decoding is
-    taken to be as slow as for full views."""
+    """Yield a forecast for each phase with smaller views or fewer patches, in a run of `steps` steps.
+    Decoding is assumed to be as slow as for full views."""
     begin = 0
     for phase in recipe.phases[:-1]:
         result = forecast(in_phase(recipe, phase), devices, data)
@@ -273,7 +274,7 @@ def in_phase(recipe: Recipe, phase: PhaseViews) -> Recipe:
 
 
 def precision_of(recipe: Recipe, devices: Devices) -> str:
-    """Return the number format of a recipe on a devices. Raises UserError when the devices does not have it."""
+    """Return the number format of a recipe on some devices. Raises UserError when these do not have it."""
     half = "bf16" if devices.accelerator is None or devices.accelerator.bfloat16 else "fp16"
     form = recipe.precision
     if form == "auto":
@@ -286,7 +287,7 @@ def precision_of(recipe: Recipe, devices: Devices) -> str:
 
 
 def devices_of(name: str, device: Accelerator, ranks: int) -> Devices:
-    """Return the devices of so many accelerators of a kind, at the speed that is stated for them."""
+    """Return `ranks` accelerators of one kind as devices, with the speed that `stated_rates` expects of them."""
     return Devices(name, ranks, stated_rates(device), device.memory * GIB, device)
 
 
@@ -315,8 +316,8 @@ def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
 
 
 def smaller_batches(recipe: Recipe, devices: Devices, data: TrainingSet) -> Iterator[tuple[int, Forecast]]:
-    """Yield smaller micro-batches, each with its forecast; none for a backbone whose batch norm needs the whole
-    batch."""
+    """Yield smaller micro-batches, each with its forecast.
+    There are none for a backbone whose batch norm needs the whole batch."""
     o = recipe.optim
     with torch.device("meta"):
         if build_backbone(replace(recipe, optim=replace(o, micro_batch=None))).batch_norm:

@@ -1,4 +1,4 @@
-"""What `eagleray plan` prints of a forecast, with what to change about the run."""
+"""Write the text that `eagleray plan` prints about a forecast, with advice on what to change."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from eagleray.data.loader_processes import LEFT
 from eagleray.runs.forecast import EXCHANGE, GIB, HOST, INPUT, OF_INPUT, OF_STEP, STORE, Forecast, duration
 
-WORTH = 1.2  # times as fast, below which another way to decode is not worth mentioning
+WORTH = 1.2  # smallest speed-up by data.decode=scaled that is worth mentioning
 
 
 def report(result: Forecast) -> Iterator[str]:
@@ -44,7 +44,7 @@ def report(result: Forecast) -> Iterator[str]:
 
 
 def ways(result: Forecast, parts: tuple[str, ...]) -> str:
-    """Return the images/s that each of the parts could do alone, the slowest first."""
+    """Return as text the images/s that each of the parts could do alone, the slowest part first."""
     known = sorted((result.rates[part], part) for part in parts if part in result.rates)
     return ", ".join(f"{part} {rate:.0f}" for rate, part in known)
 

@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 
 from eagleray.runs.metrics import LOSS_SCALE, MONITOR_KNN, START_CKA
 
-LOOKS = 3  # what may pass is a problem after this many measurements in a row
-LATE = 6  # features that were never spread have collapsed after this many in a row
-SETTLED = 0.2  # below this share of the highest learning rate, nothing may have been learnt yet, or nothing more is
-GRACE = 2  # measurements at the start at which features may still be as the random weights made them
-HISTORY = 100  # steps that a layer's usual norm is the median of
-WARM = 30  # steps before anything is called a spike
-FACTOR = 20.0  # times the median; and SIGMAS of the noise of log norms, whichever is more
-SIGMAS = 8.0
-TINY = 1e-30  # instead of a norm of zero
-SPREAD = 50  # steps within which other layers follow a spike, or it is over
+LOOKS = 3  # measurements in a row after which a condition that may pass is a problem
+LATE = 6  # measurements in a row after which features that were never spread have collapsed
+SETTLED = 0.2  # share of the highest learning rate below which most conditions are ignored, as little is learnt
+GRACE = 2  # first measurements, at which features may still be as the random weights made them
+HISTORY = 100  # number of steps whose median is the usual gradient norm of a layer
+WARM = 30  # first steps, in which no spike is reported
+FACTOR = 20.0  # a spike exceeds this multiple of the median norm
+SIGMAS = 8.0  # a spike also exceeds the median of the log norms by this many robust deviations
+TINY = 1e-30  # smallest norm, as one of zero has no logarithm
+SPREAD = 50  # most steps of a spike, within which it may spread to other layers
 
 FAILED_EVALUATION = "failed evaluation"
 LOST_START = "start lost"
 BELOW, EQUAL = "below untrained", "not above untrained"
 BELOW_START = "below the start"
 AT_END = (BELOW, EQUAL, BELOW_START)  # findings of the evaluation at the end
-DIP = 5  # measurements of the kNN monitor before one of them may be a dip
+DIP = 5  # fewest earlier measurements of the kNN monitor with which a dip is compared
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Finding:
     text: str
 
 
-# What there is to find, and what to do about it.
+# Maps each kind of finding to what may help.
 KINDS = {
     "non-finite": "a lower optim.lr.value or an optim.clip",
     "inputs": "the views' mean and std, or what the shards hold",
@@ -63,16 +63,16 @@ KINDS = {
 }
 
 
-AT_ONCE = {"inputs", "same views", "too large steps"}
-REPEATED = {"non-finite", "kNN dip"}
+AT_ONCE = {"inputs", "same views", "too large steps"}  # kinds that are reported after a single measurement
+REPEATED = {"non-finite", "kNN dip"}  # kinds that may be reported more than once
 
 
 @dataclass(frozen=True)
 class Spike:
     """A stretch of steps with gradient norms far above their median."""
 
-    step: int  # the first
-    layers: tuple[tuple[str, int, float], ...]  # name, steps after the first, largest factor of its median
+    step: int  # the first step of the spike
+    layers: tuple[tuple[str, int, float], ...]  # name, steps since the first, largest multiple of the median
     lasted: int | None  # steps until all layers were below twice their medians; None: not within SPREAD
 
     @property
@@ -91,12 +91,12 @@ class Spike:
 
 
 class Spikes:
-    """Reads the norms of every step, and returns each spike once it is over or has lasted SPREAD steps."""
+    """Reads the gradient norms of every step, and returns each spike once it is over or has lasted SPREAD steps."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.layers = list(layers)
-        self.usual = np.zeros((0, len(layers)))  # the last HISTORY steps without a spike
-        self.hit: dict[int, tuple[int, float]] = {}  # layers that jumped: the step and the largest factor since
+        self.usual = np.zeros((0, len(layers)))  # (n, L) norms of the last HISTORY steps without a spike
+        self.hit: dict[int, tuple[int, float]] = {}  # by index of a layer in a spike: its first step and largest factor
 
     def state_dict(self) -> dict[str, Any]:
         hit = [[layer, *reached] for layer, reached in self.hit.items()]
@@ -107,8 +107,8 @@ class Spikes:
         self.hit = {int(layer): (int(step), float(largest)) for layer, step, largest in state["hit"]}
 
     def add(self, step: int, norms: Sequence[float]) -> Spike | None:
-        """Add the norms (L layers,) of one step, and return the spike that ends with it, if any. Norms that are not
-        finite are left out: they belong to a skipped step."""
+        """Add the norms (L layers,) of one step, and return the spike that ends with it, if any.
+        Norms that are not finite are left out, as they belong to a skipped step."""
         now = np.asarray(norms)
         if not np.isfinite(now).all():
             return None
@@ -122,7 +122,7 @@ class Spikes:
             self.hit[i] = at, max(largest, float(factor[i]))
         calm = bool((factor < 2).all())
         if not self.hit:
-            self.usual = np.vstack([self.usual, now])[-HISTORY:]  # what is in a spike is not usual
+            self.usual = np.vstack([self.usual, now])[-HISTORY:]  # a spike's norms are not usual
             return None
         began = min(at for at, _ in self.hit.values())
         return self._over(step - began, calm=calm) if calm or step - began >= SPREAD else None
@@ -133,7 +133,7 @@ class Spikes:
         found = tuple((self.layers[i], at - began, factor) for i, (at, factor) in order)
         self.hit = {}
         if not calm:
-            self.usual = self.usual[:0]  # this is how it is now
+            self.usual = self.usual[:0]  # norms that stay high become the usual ones
         return Spike(began, found, lasted if calm else None)
 
 
@@ -151,16 +151,16 @@ class Health:
         """`spikes` reads the gradient norms; `lr` is the highest learning rate of the run, and `frozen` the number of
         steps in which the backbone is not to be trained."""
         self.lr, self.frozen, self.spikes = lr, frozen, spikes
-        self.rows: dict[str, int] = {}  # measurements in a row at which a condition held
+        self.rows: dict[str, int] = {}  # by kind, measurements in a row at which a condition held
         self.told: set[str] = set()
-        self.looks, self.settled = 0, 0  # measurements, and those that count for what must hold several times
+        self.looks, self.settled = 0, 0  # measurements, and those that count for repeated conditions
         self.curve: list[float] = []  # accuracies of the kNN monitor
         self.low = False  # whether the accuracy is in a dip
-        self.spread = False  # projections were not all alike at some measurement
+        self.spread = False  # whether projections differed at some measurement
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
-        """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on. Those
-        in which the backbone is not trained do not count: against their norms of zero, all others were spikes."""
+        """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on. Steps in which the
+        backbone is frozen are left out: compared with their norms of zero, all others were spikes."""
         found = [self.spikes.add(step, row) for step, row in enumerate(norms, first) if step > self.frozen]
         return [Finding(s.step, "spike", str(s)) for s in found if s]
 
@@ -169,7 +169,7 @@ class Health:
         kNN curve only."""
         r = {name.removeprefix("health/"): value for name, value in record.items()}
         found = []
-        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # float16 overflows now and then
+        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # above 1 float16 overflows at times
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1
@@ -219,7 +219,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         )
     if r.get("same_views", 0) > 0.95:
         found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
-    if "usage" in r:  # vectors that meet prototypes may lie in a narrow cone; what they choose counts
+    if "usage" in r:  # vectors compared with prototypes may lie in a narrow cone, so only their choice counts
         if r["usage"] < 0.1:
             found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
     elif r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
@@ -243,7 +243,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def words(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the findings of a run on one line."""
+    """Return the findings of a run as text on one line."""
     if not findings:
         return "no findings"
     kinds = {f["kind"]: [g["step"] for g in findings if g["kind"] == f["kind"]] for f in findings}
@@ -255,7 +255,7 @@ def words(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Checked(NamedTuple):
-    """Names of findings with how often they were looked for, and names of others with the reason why they were not."""
+    """Findings that were looked for, each with how often, and findings that were not, each with the reason."""
 
     done: list[str]
     missing: list[str]
@@ -270,8 +270,8 @@ def checked(
     labelled: bool = True,
     started: bool = False,
 ) -> Checked:
-    """Return what the lines of metrics.jsonl allowed to check. `lr` and `frozen` are as for `Health`; `first` is the
-    step that the run began with, and `started` says that it took over what is watched."""
+    """Return which findings the lines of metrics.jsonl allowed to look for. `lr` and `frozen` are as for `Health`,
+    `first` is the step that the run began with, and `started` says that it began with weights whose loss is watched."""
     health = Health(Spikes([]), lr, frozen)
     for record in records:
         health.look(record)

@@ -1,10 +1,9 @@
-"""Hold a run in a store for one process: a lease whose epoch grows with every claim.
+"""Hold a run in a store for one process by a lease, whose epoch grows with every claim.
 
-Whoever claims it creates the file `<name>-<epoch>`, which a store lets one process do, and writes it again and again as
-a sign of life. It is lost when there is a file of a later epoch, whatever clocks say. How old a sign of life is, the
-store's own clock tells. A listing may be behind: a claim that it names and that is gone has had a successor, and one
-that it does not name is met by whoever tries to create it.
-"""
+A claim creates the file `<name>-<epoch>`, which a store lets only one process do, and writes it repeatedly as a sign of
+life, whose age is told by the store's own clock. The lease is lost when a file of a later epoch exists, whatever clocks
+say. A listing may be out of date: a listed claim that is gone has had a successor, and an unlisted claim is met by the
+process that tries to create its file."""
 
 import contextlib
 import json
@@ -22,10 +21,10 @@ from eagleray.runs.background import Background
 from eagleray.storage import store
 
 BEAT = 10.0  # seconds between two signs of life
-DEAD = 35.0  # seconds without one after which a lease counts as given up
-SETTLE = 1.0  # seconds after which a claim is read back, as not every store lets one process alone create a file
-TRIES = 20  # claims that others were faster to make, or that the store refuses, after which a process gives up
-AGAIN = 3  # times that a claim is listed which has gone since
+DEAD = 35.0  # seconds without a sign of life after which a lease counts as given up
+SETTLE = 1.0  # seconds after which a claim is read back, as some stores let two processes create one file
+TRIES = 20  # claims in a row, made too late or refused by the store, after which a process gives up
+AGAIN = 3  # times that claims are listed before they are given up, as all listed ones were deleted meanwhile
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,13 @@ class Holder:
 
     @property
     def alive(self) -> bool:
-        """Return whether it was neither released nor left without a sign of life."""
+        """Return whether the claim was not released, and gave a sign of life within DEAD seconds."""
         return not self.record.get("released") and self.age < DEAD
 
 
 def holder(out: str, name: str, known: int = 0) -> Holder | None:
-    """Return the newest claim of a run's lease, or None. `known` is an epoch that there may be though it is not listed.
-
-    Raises UserError and Outage."""
+    """Return the newest claim of a run's lease, or None. `known` is an epoch whose claim may exist without being
+    listed. Raises UserError and Outage."""
     for _ in range(AGAIN):
         epochs = {known, *_epochs(out, name)} - {0}
         for epoch in sorted(epochs, reverse=True):
@@ -53,14 +51,14 @@ def holder(out: str, name: str, known: int = 0) -> Holder | None:
                 return Holder(max(epochs), *_look(out, name, epoch))
         if not epochs:
             return None
-        time.sleep(0.1)  # a later claim has deleted them since they were listed
+        time.sleep(0.1)  # a later claim has deleted the listed ones
     return Holder(max(epochs), {}, math.inf)
 
 
 def wait_until_silent(out: str, name: str, say: Callable[[str], None], command: str = "", known: int = 0) -> int:
-    """Wait until nobody holds a lease but processes of this command, DEAD seconds at most, and return its last epoch.
+    """Wait until no process of another command holds a lease, at most DEAD seconds, and return its last epoch.
 
-    `say` gets a line before the wait. Raises Busy when the holder gives a sign of life."""
+    `say` gets a line before the wait. Raises Busy when the holder gives a sign of life meanwhile."""
     first, end = None, time.monotonic() + DEAD
     while (found := holder(out, name, known)) and found.alive and found.record.get("command") != command:
         if first is None:
@@ -78,16 +76,16 @@ class Lease(Background):
     """A claim to one of a run's leases, such as that of the rank that writes. Its thread gives the signs of life."""
 
     def __init__(self, out: str, name: str, command: str) -> None:
-        """`command` is the id of the user's command; processes of one command take a lease from each other."""
+        """`command` is the id of the user's command. Processes of one command take a lease from each other."""
         super().__init__("lease")
         self.out, self.held_as, self.command = out, name, command
         self.at_end: Callable[[], object] = lambda: None  # called when the lease has been closed
         self.id, self.epoch, self.beats = secrets.token_hex(8), 0, 0
-        self.lost = False  # another process has taken it
+        self.lost = False  # whether another process has taken the lease
         self.renewed = time.monotonic()
 
     def claim(self, after: int = 0, say: Callable[[str], None] = lambda line: None) -> None:
-        """Take the lease with an epoch above `after` and above all that were.
+        """Take the lease with an epoch above `after` and above all earlier ones.
 
         Raises Busy when a process of another command holds it, and Outage when no claim can be made."""
         known = after
@@ -106,7 +104,7 @@ class Lease(Background):
                 store.store(self.out).delete(_url(self.out, self.held_as, epoch))
 
     def check(self) -> None:
-        """Raises Superseded when another process has taken the lease since, and Outage when the store does not say."""
+        """Raises Superseded when another process has taken the lease, and Outage when the store does not answer."""
         later = max(_epochs(self.out, self.held_as), default=0)
         if later <= self.epoch and self._is_mine(self.epoch):
             return
@@ -121,16 +119,16 @@ class Lease(Background):
             self.renew()
 
     def renew(self) -> None:
-        """Give a sign of life. Raises Superseded, Outage and OSError."""
+        """Give a sign of life. Raises Superseded when the lease is lost, Outage and OSError when the store fails."""
         self.check()
         self.beats += 1
         store.put_bytes(_url(self.out, self.held_as, self.epoch), self._record())
         self.renewed = time.monotonic()
 
     def close(self) -> None:
-        """Let others claim the lease at once. Its epoch stays, so that theirs is higher."""
+        """Let others claim the lease at once. Its file stays, so that the next epoch is higher."""
         super().close()
-        with contextlib.suppress(UserError, Outage, OSError):  # they wait until it counts as given up
+        with contextlib.suppress(UserError, Outage, OSError):  # otherwise they wait until it is given up
             self.check()
             store.put_bytes(_url(self.out, self.held_as, self.epoch), self._record(released=True))
         self.at_end()
@@ -148,7 +146,7 @@ class Lease(Background):
 
 
 def _look(out: str, name: str, epoch: int) -> tuple[dict[str, Any], float]:
-    """Return a claim and its age in seconds; what is no claim counts as one of nobody."""
+    """Return the record of a claim and its age in seconds. A damaged claim has an empty record."""
     text, age = store.store(out).look(_url(out, name, epoch))
     with contextlib.suppress(ValueError):
         record = json.loads(text)
@@ -157,7 +155,7 @@ def _look(out: str, name: str, epoch: int) -> tuple[dict[str, Any], float]:
 
 
 def _epochs(out: str, name: str) -> list[int]:
-    """Return the epochs of a lease's claims."""
+    """Return the epochs of a lease's claims that the store lists."""
     names = [blob.url.rpartition("/")[2] for blob in store.store(out).list(f"{out}/", f"{name}-")]
     return [int(found[1]) for found in (re.fullmatch(rf"{re.escape(name)}-(\d+)", n) for n in names) if found]
 

@@ -1,12 +1,11 @@
-"""What is known of licences: which ones are free of conditions, what some others ask for, and whose weights a file name
-gives away."""
+"""Say which licences are free of conditions, what some others ask for, and which one a file's name implies."""
 
 import re
 
 UNKNOWN = "unknown"
-# They ask for no more than to be named.
+# Licences that ask for no more than attribution.
 FREE = {"apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0", "cc0-1.0", "cc-by-4.0"}
-# What others ask for, by the beginnings of their names; the licence itself decides.
+# Conditions of other licences, by the beginnings of their names. The licence itself decides.
 TERMS = {
     "dinov3-license": "which wants copies to stay under it, with its text, and forbids military and nuclear uses",
     "cc-by-nc": "which forbids commercial use",
@@ -14,8 +13,8 @@ TERMS = {
     "fair-noncommercial": "which forbids commercial use",
     UNKNOWN: "as nobody has stated it",
 }
-# Names of published files. A name can show that there are conditions, but never that there are none: anybody can give
-# a file another name.
+# Regular expressions of names of published files, with their licences. A name can show that there are conditions, but
+# never that there are none, as anybody can rename a file.
 FAMILIES = {
     r"dinov3[-_](vit|convnext)[\w-]*[-_]pretrain": "dinov3-license",
     r"mae_(pretrain|finetuned)_vit_\w+\.pth": "cc-by-nc-4.0",
@@ -25,18 +24,18 @@ STATED = re.compile(r"^license(?:_name)?:[ \t]*(\S+)", re.MULTILINE)
 
 
 def is_free(licence: str) -> bool:
-    """Return whether a licence neither forbids a use nor has conditions that go on to what is made from it."""
+    """Return whether a licence forbids no use, and has no conditions for what is made from the licensed work."""
     return _key(licence) in FREE
 
 
 def with_terms(licence: str) -> str:
-    """Return the name of a licence and, where we know it, what it asks for."""
+    """Return the name of a licence and, if it is in TERMS, what the licence asks for."""
     terms = next((text for name, text in TERMS.items() if _key(licence).startswith(name)), "")
     return f"{licence}, {terms}" if terms else licence
 
 
 def by_name(source: str) -> str:
-    """Return the licence that the name of a file or repository gives away, or UNKNOWN."""
+    """Return the licence that the name of a file or repository implies, or UNKNOWN."""
     return next((licence for name, licence in FAMILIES.items() if re.search(name, source)), UNKNOWN)
 
 

@@ -40,12 +40,12 @@ from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 SMALL = 0.01  # share of a CPU's memory below which a run's weights and images certainly fit
-STATE = 4  # times the weights that a run holds, with gradients and two moments
+STATE = 4  # size of weights, gradients and two moments as a multiple of the weights
 FILES = 16  # images that are decoded to measure the input
-IMAGES = 4  # images of the measured step
-LEAST = 1.0  # seconds in which steps are measured, two of them at least, after one to warm up; the fastest counts
-SECONDS = 0.4  # images are decoded for this long
-IMAGE_BYTES = 115_000  # the mean of ImageNet-1k: 147 GB for 1.28 M images
+IMAGES = 4  # images per measured step
+LEAST = 1.0  # least seconds of measured steps: two or more, after one to warm up; the fastest counts
+SECONDS = 0.4  # seconds for which decoding is measured
+IMAGE_BYTES = 115_000  # mean bytes of an image file in ImageNet-1k: 147 GB for 1.28 M images
 
 
 def plan_run(
@@ -57,8 +57,8 @@ def plan_run(
     input_rate: float | None,
     store_rate: float | None,
 ) -> Forecast:
-    """Return the forecast of a recipe; the other arguments are those of `eagleray.plan`. Raises UserError, also for a
-    run that does not fit."""
+    """Return the forecast of a recipe. The other arguments are those of `eagleray.plan`. Raises UserError when the
+    recipe or an argument is wrong, and for a run that does not fit."""
     accelerator = accelerators.find(gpu) if gpu else None
     check_method(recipe)
     known, files = _data(recipe, images)
@@ -75,7 +75,8 @@ def plan_run(
 
 
 def _here(recipe: Recipe) -> Devices:
-    """Return the devices of this machine. The speed of a CPU, and of a device that the table lacks, is measured."""
+    """Return the devices of this machine. The speed of a CPU or an unknown accelerator is measured.
+    Raises UserError when the memory of the device is not known."""
     target = local_devices(recipe)
     if target is None:
         raise UserError("--gpu: expected a name, as this machine's device does not say how much memory it has")
@@ -86,7 +87,8 @@ def _here(recipe: Recipe) -> Devices:
 
 
 def _data(recipe: Recipe, images: int | None) -> tuple[TrainingSet, list[bytes]]:
-    """Return the training set, and some of its files where it is given. Raises UserError."""
+    """Return the training set and, if the recipe names one, some of its files. Raises UserError as `make_plan` does,
+    when nothing tells the number of images, and when these do not fill a batch."""
     if recipe.data.train:
         opened = make_plan(resolve_paths(recipe), note=_say)
         samples = opened.stream.samples(range(opened.stream.lanes), start=0)
@@ -99,7 +101,7 @@ def _data(recipe: Recipe, images: int | None) -> tuple[TrainingSet, list[bytes]]
 
 
 def _say(line: str) -> None:
-    from eagleray.base.console import say  # it imports rich, which a machine that only times steps does without
+    from eagleray.base.console import say  # imports rich, which a machine that only times steps lacks
 
     say(line)
 
@@ -107,7 +109,7 @@ def _say(line: str) -> None:
 def check_named(recipe: Recipe, images: int | None, gpu: str, *, insist: bool) -> None:
     """Print the plan of a recipe on its workers with this kind of GPU, in one line. Raises UserError for an unknown
     GPU, and for a run that cannot fit unless the user `insist`s."""
-    data = TrainingSet(images or fit.IMAGENET, IMAGE_BYTES)  # the data may be out of reach from here
+    data = TrainingSet(images or fit.IMAGENET, IMAGE_BYTES)  # the machine may have no access to the data
     result = forecast(recipe, devices_of(gpu, accelerators.find(gpu), recipe.ranks[1]), data)
     _say(result.line())
     if not result.fits and not insist:
@@ -133,7 +135,7 @@ def local_devices(recipe: Recipe) -> Devices | None:
 
 
 def data_of(plan: Plan) -> TrainingSet:
-    """Return what a forecast must know about the opened data of a run."""
+    """Return the number of images of a run's opened data and the mean size of their files, for a forecast."""
     index, samples = plan.index, plan.stream.samples_per_epoch
     return TrainingSet(samples, float(sum(b.size or 0 for b in index.shards)) / max(len(index), 1))
 
@@ -141,9 +143,8 @@ def data_of(plan: Plan) -> TrainingSet:
 def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -> None:
     """Print the forecast of a run in one line, and store it in the run's folder for its records and its report.
 
-    Raises UserError when the run cannot fit on this machine's accelerator, unless the user `insist`s. On a CPU that is
-    a warning, and a run that is small beside the machine's memory is not traced, which would take longer than it says.
-    """
+    Raises UserError when the run cannot fit on this machine's accelerator, unless the user `insist`s. On a CPU this is
+    only a warning, and a run that is small beside the memory is not traced, as that takes longer than it is worth."""
     recipe, target = plan.recipe, local_devices(plan.recipe)
     if target is None or (target.is_cpu and _small(plan, target)):
         return
@@ -172,7 +173,7 @@ def _small(plan: Plan, target: Devices) -> bool:
 
 
 def _key(recipe: Recipe, target: Devices) -> dict[str, Any]:
-    """Return what a forecast depends on, as plain values."""
+    """Return the values on which a forecast depends, by name."""
     o = recipe.optim
     said = json.loads(json.dumps(identity(recipe), default=str))
     return {"recipe": said, "device": target.name, "ranks": target.ranks, "precision": recipe.precision,
@@ -188,12 +189,11 @@ def calibrated(
 ) -> Rates:
     """Return rates with which two short steps of the recipe take as long as they do on this machine's device.
 
-    One has few `images`, the other a quarter of them, or both as many as the method normalises together, in the
-    micro-batches of the recipe and with no activations computed twice. The two tell the time that each operation takes
-    from that of its work. Raises UserError as `build_method` does.
-    """
+    One step has `images` images and the other a quarter of them, but each at least as many as the method normalises
+    together. Both have the recipe's micro-batches, and recompute no activations. From the two follow the time per
+    operation and the time of its work. Raises UserError as `build_method` does."""
     if device.type == "cpu":
-        keep_freed_memory()  # training does the same
+        keep_freed_memory()  # training keeps freed memory, too
     parts = None if recipe.optim.micro_batch == "auto" else recipe.optim.micro_batch
     plain = replace(recipe, optim=replace(recipe.optim, micro_batch=parts, checkpointing=False))
     group = build_method(plain).norm_group or 2
@@ -204,7 +204,7 @@ def calibrated(
 
 
 def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable[[], float]) -> tuple[StepTrace, float]:
-    """Return what a step of so many images does, and the seconds that it takes on the device."""
+    """Return the trace of a step of `images` images, and the seconds that the step takes on the device."""
     precision = Precision.of(recipe.precision, device)
     method = build_method(recipe)
     method.allocate(images)
@@ -223,8 +223,8 @@ def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable
 
 
 def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True, scaled: bool = False) -> float:
-    """Return how many images a second one loader process prepares for a recipe whose data has these files, and that
-    trains on a GPU or on this process's device. `scaled` stands for data.decode=scaled. Raises UserError."""
+    """Return how many images per second one loader process prepares for a recipe with these image files. `gpu` says
+    whether it trains on a GPU or on this process's device, and `scaled` is for data.decode=scaled. Raises UserError."""
     channels, views = recipe.data.channels if files else (), Views.of(recipe.views)
     packed = packs(recipe.data.crops, views.views, torch.device("cuda") if gpu else devices.current())
     scaled |= recipe.data.decode == "scaled"
@@ -240,11 +240,10 @@ def decoding_rate(
     channels: Sequence[Channel] = (),
     packed: bool = False,
 ) -> float:
-    """Return how many images a second one core of this machine decodes, and crops into the views or packs.
+    """Return how many images per second one core of this machine decodes, and crops into the views or packs.
 
-    `files` are image files, of these `channels`; without any, one of ImageNet's usual size is made. `scaled` and
-    `packed` are as in a Stream.
-    """
+    `files` are image files with these `channels`. Without any, one of ImageNet's usual size is generated. `scaled` and
+    `packed` are as in a Stream."""
     files = files or [photograph()]
     out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
     packer, images = Packer(views, planes(channels)), 0

@@ -1,7 +1,7 @@
-"""Write down what a run learns from, its images and the weights that it takes over, each with digest and licence.
+"""Record what a run learns from: its images and the weights that it takes over, each with digest and licence.
 
-Rank 0 does so when the run starts, as images, weights and what the Hugging Face Hub says of them may change later.
-"""
+Rank 0 writes the record when the run starts, as images, weights and their entries on the Hugging Face Hub may change
+later."""
 
 import contextlib
 import json
@@ -34,8 +34,8 @@ from eagleray.storage import store
 
 
 def record(plan: Plan, folder: Path, *, first: bool) -> None:
-    """Write the materials of a run into its folder. The weights are those of its `first` start, before any step.
-    Raises UserError when a source of weights has a record that eagleray has not written."""
+    """Write the materials of a run into its folder. The weights are those of its `first` start, before any step. Raises
+    UserError when weights cannot be read, or have a record that eagleray has not written."""
     known = () if first else in_folder(folder)
     weights = [m for m in known if m.key != IMAGES]
     if first:
@@ -45,13 +45,13 @@ def record(plan: Plan, folder: Path, *, first: bool) -> None:
 
 
 def in_folder(folder: Path) -> tuple[Material, ...]:
-    """Return the materials that a run's folder lists; none without the file. Raises UserError."""
+    """Return the materials that a run's folder lists, none without a list. Raises UserError when it is damaged."""
     path = folder / layout.MATERIALS
     return parse_record(path.read_text(), str(path)) if path.exists() else ()
 
 
 def images_of(plan: Plan) -> Material:
-    """Return the training images. A data card beside them states their licence, or else their source in the recipe."""
+    """Return the training images. Their licence is that of a data card beside them, else of the recipe's source."""
     licences: dict[str, None] = {}
     homes = (store.parent(blob.url) for blob in plan.index.shards)
     for home, source in dict.fromkeys(zip(homes, plan.index.sources, strict=True)):
@@ -65,12 +65,12 @@ def images_of(plan: Plan) -> Material:
 
 
 def weights_of(key: str, source: str) -> Material:
-    """Return the weights that a key of the recipe names. What a run or an export of eagleray was made from is what its
-    own record says. Raises UserError."""
+    """Return the weights that a key of the recipe names as a material. A run or an export of eagleray has its own
+    record of its materials. Raises UserError when the weights cannot be read."""
     name, given = published(source), f"{key}={source}"
     if source.startswith(TIMM):
         settings = timm.get_pretrained_cfg(source.removeprefix(TIMM))
-        file = hub.timm_overlay(settings, given).get("file")  # weights from elsewhere have no file that we know
+        file = hub.timm_overlay(settings, given).get("file")  # none for weights that timm gets in another way
         licence = (settings and settings.license) or UNKNOWN
         return Material(key=key, source=name, digest=sha256(Path(file)) if file else "", licences=(licence,))
     if source.startswith(HF):
@@ -89,7 +89,7 @@ def weights_of(key: str, source: str) -> Material:
 
 
 def of_file(key: str, name: str, path: Path) -> Material:
-    """Return the weights in a file: of an export, a checkpoint of a run, or from elsewhere."""
+    """Return the weights in a file of an export, in a checkpoint of a run, or in a file from elsewhere."""
     digest, about = sha256(path), path.with_name(provenance.NAME)
     if about.exists() and (facts := provenance.read(about)).files.get(path.name) == digest:
         licences = (facts.licence,) if facts.licence else ()

@@ -24,9 +24,9 @@ from eagleray.runs.recipe import Recipe
 from eagleray.views.sampling import Views
 
 log = logging.getLogger(__name__)
-SIZES = (4, 12)  # images of the trials
-SHARE = 0.9  # a step may take this share of the free memory; the rest is for fragments and libraries
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # floats per weight; other optimisers have theirs at once
+SIZES = (4, 12)  # images per micro-batch in two trial steps, whose peaks give the memory for each image
+SHARE = 0.9  # share of the free memory that a step may take; the rest is for fragmentation and libraries
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # moments per weight; others are allocated before any step
 
 
 @contextmanager
@@ -48,8 +48,8 @@ def explain_exhaustion(recipe: Recipe, method: Method, ranks: int, *, evaluating
 
 
 def advice(recipe: Recipe, method: Method, images: int, ranks: int = 1) -> list[str]:
-    """Return the changes to a recipe that lower the memory of a step with so many images on each of the ranks, those
-    that cost least time first."""
+    """Return the changes to a recipe that lower the memory of a step with `images` images on each of the ranks. Those
+    that cost the least time come first."""
     from eagleray.runs.step_trace import divisible
 
     out, size = [], min(method.export().micro_batch or images, images)
@@ -66,7 +66,7 @@ def advice(recipe: Recipe, method: Method, images: int, ranks: int = 1) -> list[
 
 
 def _size(device: torch.device) -> str:
-    """Return the size of a device's memory as a text in brackets; empty where the device does not say it."""
+    """Return the size of a device's memory as a text in brackets, or an empty text if it is not known."""
     size = devices.memory_size(device)
     return f" ({size / 2**30:.1f} GiB)" if size else ""
 
@@ -81,13 +81,12 @@ def choose_micro_batch(
     allocated: int = 0,
     loader: Loader | None = None,
 ) -> int | None:
-    """Return the images that pass through the backbone at once, the same on all ranks; None: all of them.
+    """Return the number of images to pass through the backbone at once, the same on all ranks; None: all of them.
 
-    `rows` has the number of images of every rank, and `model` is what a step calls where that is more than the method.
-    `allocated` is the bytes of the optimiser's moments that are there already, as after a checkpoint was read. `loader`
-    is what the batches come from, which take memory before they are trained on. Weights, buffers and random numbers are
-    as before. Called by all ranks together.
-    """
+    `rows` are the numbers of images of all ranks, and `model` is the module that a step calls if it is not the method.
+    `allocated` is the bytes that the optimiser's moments take already, such as after reading a checkpoint. `loader`
+    prepares the batches, which take memory before they are trained on. Weights, buffers and random numbers are
+    unchanged afterwards. Called by all ranks together."""
     device = next(method.parameters()).device
     if why := unmeasured(method, device):
         log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
@@ -97,7 +96,7 @@ def choose_micro_batch(
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
-    later = moments + trained * (len(rows) > 1)  # DDP adds its buckets.
+    later = moments + trained * (len(rows) > 1)  # DDP's buckets hold the gradients again
     later += bytes_ahead(loader) if loader else 0
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))
@@ -108,7 +107,7 @@ def choose_micro_batch(
 
 
 def unmeasured(method: Method, device: torch.device) -> str:
-    """Return why no micro-batch is chosen, or an empty text."""
+    """Return why no micro-batch can be chosen, or an empty text if one can."""
     if any(backbone.batch_norm for backbone in backbones(method)):
         return "the batch norm of the backbone needs the whole batch"
     if device.type == "cpu":
@@ -117,8 +116,8 @@ def unmeasured(method: Method, device: torch.device) -> str:
 
 
 def bytes_ahead(loader: Loader) -> int:
-    """Return the bytes that batches take on a device beside the one that is trained on: one is ready, and another is
-    cropped and coloured meanwhile, which is measured on the heaviest one. None where the device has one stream."""
+    """Return the bytes of the batches that a device prepares during a step: one that is ready, and one that is being
+    cropped and coloured, measured on the heaviest. Without streams there are none."""
     if not devices.has_streams(loader.device):
         return 0
     reset_peak(loader.device)
@@ -128,9 +127,9 @@ def bytes_ahead(loader: Loader) -> int:
 
 
 def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:
-    """Return of how many images at once the activations fit into `limit` bytes.
+    """Return how many images can have their activations in `limit` bytes at once.
 
-    `steps` are the peaks of a step in micro-batches of SIZES, and `alone` those of the backbone with so many images."""
+    `steps` are the peaks of a step in micro-batches of SIZES, and `alone` those of the backbone with as many images."""
     each = max((peaks[1] - peaks[0]) / (SIZES[1] - SIZES[0]) for peaks in (steps, alone))
     return SIZES[1] + (limit - steps[1]) / max(each, 1.0)
 
@@ -143,15 +142,15 @@ def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
 
 
 def held(groups: Sequence[tuple[int, float]], size: int) -> float:
-    """Return of how many images of the largest size a step holds the activations at once, in micro-batches of `size`.
+    """Return for how many images of the largest size a step holds activations at once, in micro-batches of `size`.
 
-    A forward of more images is divided, and its parts are computed again one by one; the others are held together."""
+    A forward pass of more images is divided, and its parts are recomputed one by one. The others are held together."""
     whole = sum(n * area for n, area in groups if n <= size)
     return whole + max((size * area for n, area in groups if n > size), default=0.0)
 
 
 def set_micro_batch(method: Method, size: int | None) -> None:
-    """Let every backbone of a method take so many images at once; None: all of them."""
+    """Let every backbone of a method take `size` images at once; None: all of them."""
     for backbone in backbones(method):
         backbone.micro_batch = size
 
@@ -208,7 +207,7 @@ def trial_peak(method: Method, loss: Callable[[], Tensor], precision: Precision)
 def untouched(method: Method) -> Iterator[None]:
     """A context after which weights, buffers, gradients, micro-batches and random numbers are as before.
 
-    Nothing is compiled in it: the sizes of trials do not occur again, and what is not compiled takes no less memory."""
+    Nothing is compiled in it, as the sizes of trials do not occur again, and uncompiled code takes no less memory."""
     device = next(method.parameters()).device
     own: list[Tensor] = [*method.parameters(), *method.buffers()]
     before = [t.detach().cpu().clone() for t in own]

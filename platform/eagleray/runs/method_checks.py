@@ -32,7 +32,7 @@ from eagleray.runs.recipe import Recipe, Watch
 from eagleray.runs.start_guard import Anchor
 
 STEPS = 4  # steps of a rehearsal; ten are an epoch
-IMAGES = 100  # images of a training set that does not exist
+IMAGES = 100  # size of the imaginary training set
 SMALL: dict[str, Any] = {
     "backbone": {
         "name": "vit_tiny_patch16_224",
@@ -40,10 +40,10 @@ SMALL: dict[str, Any] = {
     },
     "evaluate": {"size": 16, "resize": 16},
 }
-# What makes the host wait for a GPU, as PyTorch's operators and as methods of a tensor.
+# Operators of PyTorch, and READS, methods of a tensor, that make the host wait for a GPU.
 WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")}
 WAITS |= {f"aten::{name}" for name in ("_unique", "_unique2", "unique_dim", "unique_consecutive")}
-WAITS |= {"aten::index", "aten::index_put_"}  # they wait when the index is a mask
+WAITS |= {"aten::index", "aten::index_put_"}  # these two wait if the index is a mask
 READS = ("tolist", "numpy", "cpu", "__array__")
 
 
@@ -53,9 +53,9 @@ class Rehearsal(NamedTuple):
     method: dict[str, Tensor]  # parameters and buffers after the last step
     optimizer: dict[str, Any]
     losses: list[float]  # the mean of each step over all ranks' rows
-    gradient: dict[str, Tensor]  # the first step's, averaged over ranks
+    gradient: dict[str, Tensor]  # gradients of the first step, averaged over ranks
     reached: set[str]  # parameters that had a gradient other than zero in some step
-    monitored: dict[str, float]  # what the run's monitor saw
+    monitored: dict[str, float]  # numbers that the run's monitor has measured
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MethodReport:
     method: str
     losses: tuple[float, ...]  # losses of four steps
     two_ranks: float  # the largest difference of two processes from one, with even and with uneven shares
-    micro_batches: float | None  # their difference from the whole batch; None: the backbone has batch norm
+    micro_batches: float | None  # difference of micro-batches from the whole batch; None: not measured, with batch norm
 
     def __str__(self) -> str:
         parts = "not checked, because of batch norm" if self.micro_batches is None else f"{self.micro_batches:.1e}"
@@ -111,7 +111,8 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
 
 def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
     """Return V random views (images, 3, S, S). They depend only on the step and the recipe's views."""
-    # Of seeds 0 to 3 one image puts a hidden unit of byol_regions within rounding of ReLU's kink, where gradients part.
+    # Seeds 0 to 3 are avoided: one of their images puts a hidden unit of byol_regions so near to the kink of ReLU that
+    # rounding changes the gradient.
     generator = torch.Generator().manual_seed(10 + step)
     sizes = [v.size for v in recipe.views for _ in range(v.count)]
     return [torch.randn(images, recipe.planes, s, s, generator=generator) for s in sizes]
@@ -146,10 +147,10 @@ def rehearse(
     resume: Rehearsal | None = None,
     own_optimizer: bool = False,
 ) -> Rehearsal:
-    """Train one rank on random batches, from the state after `resume` where there is one.
+    """Train one rank on random batches, from the state after `resume` if it is given.
 
-    Without `own_optimizer` it is SGD: Adam turns the rounding of gradients that are zero in truth, such as that of the
-    bias of keys, into whole steps."""
+    Without `own_optimizer` the optimiser is SGD, as Adam makes whole steps of rounding errors where the true gradient
+    is zero, such as that of the bias of keys."""
     world = World(torch.device("cpu"))
     method = build_method(replace(recipe, seed=recipe.seed + 1) if resume else recipe)
     method.allocate(IMAGES)

@@ -8,12 +8,12 @@ class Metric(NamedTuple):
 
     key: str
     label: str  # the label of an axis or a tile
-    about: str = ""  # a sentence; the label where there is none
+    about: str = ""  # a sentence; empty: the label says enough
     better: Literal["higher", "lower", ""] = ""
-    when: Literal["log", "look", "evaluation", "end"] = "log"  # lines that have it; end: the summary only
-    compared: bool = False  # drawn for several runs in one plot
+    when: Literal["log", "look", "evaluation", "end"] = "log"  # lines that have the number; end: only summary.json does
+    compared: bool = False  # whether several runs are drawn in one plot
     log_axis: bool = False
-    gauge: str = ""  # its name for Prometheus, without the prefix
+    gauge: str = ""  # name of its gauge in Prometheus, without the prefix
 
     @property
     def meaning(self) -> str:
@@ -30,8 +30,8 @@ KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
 CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR = "crops/found", "crops/lidar", "crops/lidar_error"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
-UNTRAINED = "_untrained"  # what the key of an untrained backbone's number ends with
-AT_START = "_start"  # what the key of a number of the backbone ends with that the run started from
+UNTRAINED = "_untrained"  # ending of the keys of numbers of an untrained backbone
+AT_START = "_start"  # ending of the keys of numbers of the backbone that the run started from
 START_KNN, START_FOUND, START_CKA, START_RANK = "start/knn", "start/found", "start/cka", "start/rank"
 
 METRICS = {
@@ -101,7 +101,7 @@ METRICS = {
     )
 }  # fmt: skip
 
-# Numbers of methods that learn from labels, and of frozen features.
+# Keys of accuracies of methods that learn from labels, and of evaluations of frozen features.
 CLASSIFIED = (CLASSIFIER_TOP1, CLASSIFIER_TOP5, CLASSIFIER_MEAN)
 FROZEN = (LINEAR_TOP1, KNN_TOP1, KNN_TOP5)
 

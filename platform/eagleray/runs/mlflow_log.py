@@ -1,9 +1,8 @@
-"""Send the numbers of a run to MLflow while it trains, by the queue of MLflow's client. Training never waits for it.
+"""Send the numbers of a run to MLflow while it trains, through the queue of MLflow's client. Training never waits.
 
 One request is on its way at a time, so that numbers arrive in order. After an outage the run is opened again, and the
 lines of metrics.jsonl that the server lacks are sent. The load of the machine is measured in the names and units of
-MLflow.
-"""
+MLflow."""
 
 import contextlib
 import logging
@@ -25,11 +24,11 @@ from eagleray.runs.mlflow_run import MOST, REPLY, MLflowRun, configure, metrics_
 from eagleray.runs.tracking import DataInput, Tracking, reserve
 
 log = logging.getLogger(__name__)
-LOAD = 30.0  # seconds between two measurements of the machine's load, and two attempts while the server is away
-SOON = 2.0  # seconds that the end of a run waits without a word
-LONGEST = 60.0  # seconds that the end of a run waits for a run that is being opened, request by request
+LOAD = 30.0  # seconds between two measurements of the machine's load, and between attempts during an outage
+SOON = 2.0  # seconds for which the end of a run waits for MLflow without a message
+LONGEST = 60.0  # further seconds for which it waits at most, for the opening of the run and for a request each
 MEGA = 1e6
-GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")
+GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")  # fields that nvidia-smi is asked for
 
 
 class MLflow:
@@ -38,21 +37,21 @@ class MLflow:
     def __init__(
         self, out: Path, tracking: Tracking, params: Mapping[str, Any], inputs: Sequence[DataInput] = (), step: int = 0
     ) -> None:
-        """`params` are the dotted keys of the resolved recipe, `inputs` the data sets of the run, and `step` is the one
-        that the run has reached."""
+        """`params` are the dotted keys of the resolved recipe, `inputs` the data sets of the run, and `step` is the
+        number of steps that it has taken."""
         self.out, self.uri, self.params, self.step = out, tracking.uri, params, step
         self.run = MLflowRun(tracking, out / layout.MLFLOW, tracking.name or out.name, params, inputs)
-        self.waiting: list[Any] = []  # numbers that were not sent
-        self.batch: list[Any] = []  # those on their way
+        self.waiting: list[Any] = []  # numbers still to send
+        self.batch: list[Any] = []  # numbers of the request on its way
         self.flying: Future[Any] | None = None
         self.loads: deque[Any] = deque(maxlen=10 * MOST)
         self.ready = self.away = self.over = False  # whether the run is open, cannot be reached, or takes nothing more
-        self.began = now()  # the time of lines of the file, the same in every attempt: MLflow keeps what differs twice
+        self.began = now()  # time of lines of the file, fixed as MLflow keeps a number with two times twice
         self.closing = threading.Event()
         configure(REPLY)
         self.thread = threading.Thread(target=self._watch, name="mlflow", daemon=True)
         try:
-            import mlflow  # noqa: F401  # not in the thread, to know whether it is missing
+            import mlflow  # noqa: F401  # imported here, and not in the thread, to know whether it is missing
         except ImportError:
             self.over = True
             log.warning("mlflow is not installed: metrics go to metrics.jsonl alone")
@@ -79,7 +78,7 @@ class MLflow:
                     [self.flying] = sent._operation_futures
 
     def _landed(self) -> None:
-        """Note that the server has got the numbers that were on their way, or that it has not."""
+        """Record whether the request that has ended has brought its numbers to the server."""
         assert self.flying is not None
         error, self.flying = self.flying.exception(), None
         if error:
@@ -89,7 +88,7 @@ class MLflow:
             self.batch = []
 
     def _watch(self) -> None:
-        """Open the run, and again after an outage, and measure the load of the machine."""
+        """Open the run, also again after an outage, and measure the load of the machine."""
         machine = Machine(self.out)
         while not self.over:
             if not self.ready:
@@ -100,7 +99,7 @@ class MLflow:
             self.loads.extend(metrics_of({"step": self.step} | machine.look(), now()))
 
     def _open(self) -> None:
-        """Open the run, and send the lines of the file that it lacks: numbers in memory are not sent again."""
+        """Open the run, and send the lines of metrics.jsonl that it lacks. `log` does not send them again."""
         self.run.open()
         older = [m for r in records_of(self.out) for m in metrics_of(r, self.began)]
         self.run.send(self.run.new(older))
@@ -110,15 +109,15 @@ class MLflow:
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for requests, whose errors are said in one line: no number is worth a run."""
+        """A context for requests, whose errors are logged in one line, as no number is worth ending a run."""
         try:
             yield
-        except Exception as e:  # a new client may also have changed
+        except Exception as e:  # errors may be of any class, as the client may be of another version
             self._lost(e)
 
     def _lost(self, error: BaseException) -> None:
-        """Say in one line that MLflow gets nothing now, or for good where only a person can mend it. The numbers that
-        were on their way wait again."""
+        """Log in one line that MLflow gets nothing now, or nothing any more if only a person can mend the error.
+        The numbers of the request are kept to be sent again."""
         if self.batch:
             self.waiting, self.batch = self.batch + self.waiting, []
         error, known, self.ready, self.away = told(self.uri, error), self.away, False, True
@@ -130,7 +129,7 @@ class MLflow:
 
     def close(self, status: str, files: Sequence[Path]) -> None:
         """Send the remaining numbers and the files, and end the run with a `status` of MLflow. The backbone of a
-        finished run with an export becomes a model. What is on its way is waited for, LONGEST at most."""
+        finished run with an export becomes a model. Open requests are waited for, about twice LONGEST at most."""
         self.closing.set()
         if self.over:
             return
@@ -160,11 +159,11 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         """`folder` lies on the disk whose usage is reported."""
         self.folder, self.smi = folder, shutil.which("nvidia-smi")
-        psutil.cpu_percent()  # its first answer says nothing
+        psutil.cpu_percent()  # the first call only begins the measurement
         self.network = network()
 
     def look(self) -> dict[str, float]:
-        """Return the numbers by name."""
+        """Return the present load, by MLflow's names of its numbers."""
         memory, before, self.network = psutil.virtual_memory(), self.network, network()
         found = {
             "cpu_utilization_percentage": psutil.cpu_percent(),

@@ -1,9 +1,8 @@
 """Store a run's backbone on an MLflow server as a model that embeds images, and register it under a name.
 
 MLflow loads the model with `mlflow.pyfunc.load_model`, or with `mlflow.pytorch.load_model` as a module, and serves it
-with `mlflow models serve`. It holds the export as it is, and its code is a copy of files of this package, so that it
-loads where this package is not installed.
-"""
+with `mlflow models serve`. The model holds the export as it is, and a copy of files of this package as its code, so
+that it loads where this package is not installed."""
 
 import importlib.metadata
 import io
@@ -30,13 +29,13 @@ from eagleray.views.colours import MEAN, STD
 log = logging.getLogger(__name__)
 NAME = "backbone"  # the model's name in its run
 COMMIT = "mlflow.source.git.commit"
-BEST = "best"  # an alias; MLflow itself knows the last version as NAME/latest
+BEST = "best"  # alias of the best version; MLflow itself calls the last version NAME/latest
 SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first that a run has decides which version is the best
 STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # tags of a model
 PACKAGES = ("mlflow", "timm", "torch", "torchvision", "pillow", "safetensors", "numpy", "pandas")
-COLUMN = "image"  # the column of the model's table
+COLUMN = "image"  # name of the column with image files in the model's input table
 ROOT = Path(__file__).parents[1]
-# The files of the model's code, under names that no other package has.
+# Maps the files that become the model's code to their names there, which no other package has.
 CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
 CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop", "data/tiff.py": "eagleray_tiff"}
 CODE |= {"data/channels.py": "eagleray_channels", "views/colours.py": "eagleray_colours"}
@@ -47,8 +46,8 @@ class Backbone(NamedTuple):
     """A backbone that becomes a model: the run's folder, with its export and summary, and how images are prepared."""
 
     out: Path
-    size: int  # pixels, centre crop
-    resize: int  # pixels of the short side before it
+    size: int  # side of the centre crop in pixels
+    resize: int  # short side of an image in pixels before the crop
     data: str = ""  # digest of the data that its scores depend on
     register: str | None = None  # the name of a registered model
 
@@ -77,7 +76,7 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
                 save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
             client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
         client.finalize_logged_model(model.model_id, "READY")
-    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # the run keeps what is the same once
+    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # MLflow stores equal ones once
     if {m.key for m in last} - {m.key for m in model.metrics or ()}:
         given = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id) for m in last]
         client.log_batch(run_id, given)
@@ -90,7 +89,7 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
 
 
 def known_model(client: Any, run: Any, step: int | None = None) -> Any:
-    """Return the model that a run stored at a step, or at its last one; None if there is none."""
+    """Return the model that a run stored at a step, or at its last one, or None if there is none."""
     there = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     steps = {int(m.tags[STEP]): m for m in there if STEP in m.tags}
     return steps.get(max(steps, default=0) if step is None else step)
@@ -113,11 +112,11 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
     settings |= {"channels": known["channels"]} if "channels" in known else {}
     output = TensorSpec(np.dtype("float32"), (-1, description["features"]), "features")
     with tempfile.TemporaryDirectory() as scratch:
-        (data := Path(scratch) / NAME).mkdir()  # other exports stay out of it
+        (data := Path(scratch) / NAME).mkdir()  # a folder without other exports
         for name in ("backbone.json", "backbone.safetensors"):
             (data / name).symlink_to((export / name).resolve())
         torch.save(build(data), data / "model.pth")
-        (data / "pickle_module_info.txt").write_text("pickle")  # what MLflow reads the file beside it with
+        (data / "pickle_module_info.txt").write_text("pickle")  # name of the module with which MLflow reads model.pth
         model = Model(model_id=model_id, model_uuid=model_id, run_id=run_id)
         model.add_flavor("pytorch", model_data=f"data/{NAME}", pytorch_version=str(torch.__version__))
         pyfunc.save_model(
@@ -134,7 +133,7 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
 
 
 def write_code(folder: Path) -> list[str]:
-    """Write the files of the model's code into a folder, which import each other there, and return their paths."""
+    """Copy the files of the model's code into a folder, with imports by their new names, and return their paths."""
     for path, name in CODE.items():
         text = (ROOT / path).read_text()
         for other, there in CODE.items():
@@ -145,7 +144,7 @@ def write_code(folder: Path) -> list[str]:
 
 
 def example_image(channels: int = 0) -> bytes:
-    """Return a small PNG, the model's example of an input, or a TIFF of so many channels."""
+    """Return a small PNG, the model's example of an input, or a TIFF with this number of `channels`."""
     ramp = np.linspace(0, 255, 32, dtype=np.uint8)
     if channels:
         write_pages(file := io.BytesIO(), np.broadcast_to(ramp[:, None, None], (32, 32, channels)).astype(np.float32))
@@ -176,7 +175,7 @@ def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> s
         tags = {k: model.tags[k] for k in (STEP, DATA)} | ({SCORE: f"{key}={scores[key]}"} if key else {})
         version = client.create_model_version(
             name,
-            model.artifact_location,  # the form models:/<id> is looked up at the address of the environment
+            model.artifact_location,  # models:/<id> would be looked up on the environment's server
             run_id=model.source_run_id,
             tags=tags | {MODEL: model.model_id},
             model_id=model.model_id,
@@ -192,6 +191,6 @@ def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> s
 
 
 def is_better(tags: Mapping[str, str], best: Mapping[str, str]) -> bool:
-    """Return whether the score among the tags of a version is above another's, of the same metric and data."""
+    """Return whether the score in a version's tags is above that in `best`, on the same metric and data."""
     (key, _, value), (other, _, highest) = (t.get(SCORE, "").partition("=") for t in (tags, best))
     return key == other and tags.get(DATA) == best.get(DATA) and float(value) > float(highest)

@@ -1,8 +1,7 @@
 """Keep a run on an MLflow server: found or created there, with its parameters, numbers, files and model.
 
-MLflow's client is imported late, as a run does without it. What can be sent is all in the run's folder, so nothing is
-kept for a server that is away: `send_missing` reads the folder.
-"""
+MLflow's client is imported late, as a run can do without it. All that can be sent is in the run's folder, so nothing
+else is kept during an outage: `send_missing` reads the folder."""
 
 import contextlib
 import json
@@ -35,12 +34,12 @@ RESULTS = (
     layout.NEIGHBOURS,
     layout.PLACES,
 )  # the files that a run sends when it ends
-LATER = (layout.RESULTS, "report.html", "report")  # other commands send these
+LATER = (layout.RESULTS, "report.html", "report")  # files that other commands send
 REPLY = 5  # seconds that a server may take for one answer
-STORED = 120  # seconds that it may take for a file, which it may have to hand on to a store
-RETRIES = 4  # the client pauses half a minute in all, where nobody trains meanwhile
-LONGEST_TAG = 5000  # characters
-MOST = 1000  # numbers in a request, which a server stores whole or not at all
+STORED = 120  # seconds that a server may take for a file, which it may have to hand on to a store
+RETRIES = 4  # retries while no training waits; the client pauses for half a minute in all
+LONGEST_TAG = 5000  # longest tag in characters
+MOST = 1000  # most numbers in a request, which a server stores as a whole or not at all
 LOGIN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
 
 
@@ -48,17 +47,17 @@ def configure(timeout: int, retries: int = 0) -> None:
     """Set the timeout of MLflow's client in seconds, and how often it repeats a request."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = str(retries)
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its tables and migrations are no news to anyone
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its lines about tables and migrations tell a user nothing
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")  # no model needs the files of the working folder
     logging.getLogger("alembic").setLevel(logging.ERROR)
-    logging.getLogger("mlflow.utils.async_logging").setLevel(logging.CRITICAL)  # what fails is said here, in one line
+    logging.getLogger("mlflow.utils.async_logging").setLevel(logging.CRITICAL)  # failures are logged here, in one line
 
 
 def told(uri: str, error: BaseException) -> UserError | Outage:
-    """Return an error of MLflow's client as a line: UserError where a person has to change something, else Outage."""
+    """Return an error of MLflow's client as a UserError if a person has to change something, else as an Outage."""
     if isinstance(error, UserError | Outage):
         return error
     if isinstance(error, ImportError):
@@ -72,16 +71,16 @@ def told(uri: str, error: BaseException) -> UserError | Outage:
 
 @contextlib.contextmanager
 def asking(uri: str) -> Iterator[None]:
-    """Raise what MLflow's client raises as UserError or Outage."""
+    """A context that raises errors of MLflow's client as UserError or Outage."""
     try:
         yield
-    except Exception as e:  # client, network and server have classes of their own
+    except Exception as e:  # the client, the network and the server raise errors of different classes
         raise told(uri, e) from None
 
 
 def connect(uri: str) -> Any:
-    """Return a client of the server. An SQLite file that is missing is made under another name first: a process that
-    is killed half-way would leave a useless file, and two runs that begin at once would damage each other's."""
+    """Return a client of the server. A missing SQLite file is first made under another name, as a process that is
+    killed half-way would leave a useless file, and two runs that begin at once would damage each other's."""
     from mlflow import MlflowClient
 
     path = Path(uri.removeprefix("sqlite:///"))
@@ -90,7 +89,7 @@ def connect(uri: str) -> Any:
             made = Path(folder) / path.name
             MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
             try:
-                os.link(made, path)  # unlike a move, never over another's
+                os.link(made, path)  # a link, unlike a move, never replaces another's file
             except FileExistsError:
                 pass
             except OSError:  # a file system without links
@@ -109,7 +108,7 @@ def now() -> int:
 
 
 def metrics_of(record: Mapping[str, Any], when: int) -> list[Any]:
-    """Return the numbers of a record as MLflow's client takes them."""
+    """Return the numbers of a record as MLflow's Metric objects. `when` is their time in milliseconds since 1970."""
     from mlflow.entities import Metric
 
     numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
@@ -127,7 +126,7 @@ def records_of(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 class MLflowRun:
-    """A run on an MLflow server. Calls raise UserError for what a person has to change, and Outage."""
+    """A run on an MLflow server. Calls raise UserError when a person has to change something, and Outage."""
 
     def __init__(
         self,
@@ -141,9 +140,9 @@ class MLflowRun:
         `inputs` are the data sets that the run reads."""
         self.tracking, self.note, self.name, self.params, self.inputs = tracking, note, name, params or {}, inputs
         self.latest: dict[str, int] = {}  # last step of every metric at the server
-        self.sent = Counter[str]()  # what was missing there
+        self.sent = Counter[str]()  # counts of what was sent, by kind
         self.client: Any = None
-        self.run: Any = None  # this is what the server said when it was opened
+        self.run: Any = None  # the server's answer when the run was opened
         self.id = ""
 
     @property
@@ -163,7 +162,7 @@ class MLflowRun:
             try:
                 self.run = self.client.get_run(id)
             except MlflowException as e:
-                # Something else than MLflow, as a proxy before it, may not know the page, but does not name the run.
+                # A proxy in front of MLflow may report a missing page too, but only MLflow's error names the run.
                 if e.error_code != "RESOURCE_DOES_NOT_EXIST" or id not in str(e):
                     raise
                 log.warning("MLflow has no run %s any more", id)
@@ -171,14 +170,15 @@ class MLflowRun:
             self.run = self.with_key(key)
         if self.run:
             if self.run.info.lifecycle_stage != "active":
-                self.experiment()  # a deleted experiment took its runs with it
+                self.experiment()  # raises for a deleted experiment, whose runs are deleted with it
                 raise self.deleted("run", id, f"runs restore --run-id {id}")
             self.id = self.run.info.run_id
-            self.latest = {m.key: m.step for m in self.run.data._metric_objs}  # else the whole history is fetched
+            # The private list has the last step of each metric; otherwise the whole history would have to be fetched.
+            self.latest = {m.key: m.step for m in self.run.data._metric_objs}
         return self.run is not None
 
     def open(self, status: str = "RUNNING") -> None:
-        """Find or create the run, and send the parameters and data sets that it lacks. An empty `status` stays."""
+        """Find or create the run, and send the parameters and data sets that it lacks. An empty `status` is not set."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
         with asking(self.tracking.uri):
@@ -236,7 +236,7 @@ class MLflowRun:
             try:
                 return client.create_experiment(EXPERIMENT, artifact_location=place, tags=KIND)  # type: ignore[no-any-return]
             except Exception:
-                existing = client.get_experiment_by_name(EXPERIMENT)  # two runs begin at once
+                existing = client.get_experiment_by_name(EXPERIMENT)  # another run may have created it
                 if existing is None:
                     raise
         if existing.lifecycle_stage != "active":
@@ -250,7 +250,8 @@ class MLflowRun:
         return UserError(f"MLflow at {uri}: the {what} {name} was deleted there; `{command}` brings it back")
 
     def new(self, metrics: Iterable[Any]) -> list[Any]:
-        """Return the numbers of steps that the server does not have: a step that a restart takes again is not sent."""
+        """Return the numbers of steps that the server does not have, and those of the machine.
+        Numbers of a step that a restart takes again are left out."""
         system = "system/"
         return [m for m in metrics if m.key.startswith(system) or m.step > self.latest.get(m.key, -1)]
 
@@ -269,8 +270,8 @@ class MLflowRun:
         self.send([m for m in metrics if m.step not in there[m.key]])
 
     def end(self, status: str, files: Iterable[Path], folder: Path | None = None) -> None:
-        """End the run with a status, or leave that as it is if this is empty. Send its files, and the backbone that it
-        has exported in `folder` as a model."""
+        """End the run with a status; an empty one leaves the run's as it is. Send its files.
+        If `folder` is given, send its summary as tags and the backbone exported there as a model."""
         with asking(self.tracking.uri):
             if status and self.client.get_run(self.id).info.status != status:
                 self.client.set_terminated(self.id, status)
@@ -286,7 +287,7 @@ class MLflowRun:
             self.write(ended=status)
 
     def tag(self, summary: Mapping[str, Any]) -> None:
-        """Write what the end of the run says of it, and its findings, as tags, which MLflow shows and searches."""
+        """Store the verdict and the findings of a run's summary as tags, which MLflow shows and searches."""
         for key in (VERDICT, HEALTH):
             if key in summary:
                 text = "; ".join(summary[key]) or "no findings"
@@ -304,8 +305,8 @@ class MLflowRun:
         self.write(files=known)
 
     def store_model(self, folder: Path) -> None:
-        """Store the backbone in a run's folder as a model. What waiting cannot mend, such as a server that knows no
-        models, is a warning."""
+        """Store the backbone in a run's folder as a model.
+        An error that waiting cannot mend, such as of a server without models, is logged as a warning."""
         from eagleray.runs.mlflow_model import Backbone, log_model
 
         size, resize = self.params.get("evaluate.size", 224), self.params.get("evaluate.resize", 256)
@@ -334,8 +335,8 @@ def send_missing(folder: Path, tracking: Tracking, params: Mapping[str, Any], st
 
 
 def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
-    """Return the id of the run under which MLflow shows other runs. It is created once; its id is then read from the
-    file `note`. Raises Outage when the server stays away, and UserError when it refuses us."""
+    """Return the id of the run under which MLflow shows other runs. It is created once, and its id is then read from
+    the file `note`. Raises Outage when the server stays away, and UserError when it refuses the request."""
     configure(REPLY, RETRIES)
     run = MLflowRun(tracking, note, name, params)
     run.open()
@@ -346,7 +347,7 @@ def update(
     tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Iterable[Path] = (), status: str = ""
 ) -> None:
     """Add numbers and files to the run of a note file, and give it a status if it is running. A second call changes
-    nothing. The server is asked without retries. Raises UserError where it has no such run, and Outage."""
+    nothing. The server is asked without retries. Raises UserError when it has no such run, and Outage."""
     configure(REPLY)
     run = MLflowRun(tracking, note)
     with asking(tracking.uri):
@@ -359,15 +360,14 @@ def update(
 
 
 def mend(tracking: Tracking, note: Path, status: str) -> bool:
-    """Give the run of a note file the status with which it ended, where it did not live to do so itself: MLflow would
-    show it as running for ever. Returns whether the file has changed: if not, the run is mended when it is seen
-    again."""
+    """Give the run of a note file the status with which it ended, if it was killed before it could do so itself. MLflow
+    would show it as running for ever. Returns whether the file has changed. If not, the next call tries again."""
     fields = read_note(note, tracking.uri)
     if "run_id" not in fields or "ended" in fields:
         return False
     try:
         update(tracking, note, {}, status=status)
-    except (UserError, Outage, OSError):  # a folder may be one that cannot be written
+    except (UserError, Outage, OSError):  # the folder may be one that cannot be written
         return False
     return True
 

@@ -1,8 +1,7 @@
 """Measure a run without an extra forward pass: kNN accuracy of the training crops, gradient norms by layer, spread of
 features.
 
-Follows Chen, Xie and He 2021, arXiv:2104.02057, section 4 and appendix A; here for every method.
-"""
+This follows Chen, Xie and He 2021, arXiv:2104.02057, section 4 and appendix A, for every method."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from eagleray.protocols.knn import vote
 from eagleray.runs.metrics import MONITOR_KNN
 from eagleray.runs.recipe import Watch
 
-BANK = 2**17  # features of the bank at most, unless a recipe says so: a tenth of ImageNet-1k, the paper's
-ROWS = 512  # features that are measured: more of them would cost more and tell no more
+BANK = 2**17  # largest default size of the bank, in features: a tenth of ImageNet-1k, as in the paper
+ROWS = 512  # number of features that are measured, as more would cost more and tell no more
 
 
 class Monitor:
@@ -45,13 +44,13 @@ class Monitor:
         labelled: bool = False,
     ) -> None:
         """`images` is the size of the training set, from which the bank of the kNN curve gets its size if the settings
-        state none. That curve needs labels (`labelled`)."""
+        state none. The curve is measured only with labels (`labelled`)."""
         self.method, self.settings, self.every = method, settings, settings.every
         self.labelled, self.step = labelled, 0
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
         device = next(method.parameters()).device
         self.layers, positions = layers_of([n for n, _ in named])
-        self.layer_of = torch.tensor(positions, device=device)  # (P,)
+        self.layer_of = torch.tensor(positions, device=device)  # (P,) layer of each parameter
         self.moving = [p for n, p in named if in_backbone(n) and p.ndim > 1]
         self.copies = momentum_copies(method)
         encoder = encoder_with(method, method.monitored_backbone())
@@ -62,8 +61,8 @@ class Monitor:
         projector.register_forward_hook(self._collect_features)
         optimizer.register_step_pre_hook(self._copy_trunk)
         optimizer.register_step_post_hook(self._measure_update)
-        self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of the first forwards in this step
-        self._rows: float = math.inf  # rows that a step takes: two views of an image; known after one step
+        self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of a step's first forward passes
+        self._rows: float = math.inf  # rows to collect in a step: two views of each image; known after one step
         self._norms: list[Tensor] = []
         self._look: dict[str, Tensor] = {}
         self._before: list[Tensor] = []
@@ -71,7 +70,7 @@ class Monitor:
         self._size = size(self.trunk).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return also what the next line of metrics.jsonl will tell of the steps before this one."""
+        """Return the bank, and what the next line of metrics.jsonl will report of the steps so far."""
         norms = torch.stack(self._norms) if self._norms else torch.empty(0)
         return self.bank.state_dict() | {"size": self._size, "norms": norms, "look": dict(self._look)}
 
@@ -91,7 +90,7 @@ class Monitor:
         self.step = step.at.step + 1
         b, rows = len(step.batch.index), step.batch.rows
         self._rows = 2 * b
-        # Health reports what is not finite; in the bank it would stay for long.
+        # Values that are not finite become 0, as they would stay in the bank for long. Health reports them.
         pooled, projected = (
             torch.cat(xs)[: 2 * b].float().nan_to_num(0, 0, 0) for xs in zip(*self._features, strict=True)
         )
@@ -171,7 +170,8 @@ class Monitor:
         return values, norms.tolist()
 
     def _collect_features(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        """Store the pooled features and the projections of a forward pass. iBOT's head gets all patches, too, later."""
+        """Store the pooled features and projections of a step's first forward passes. Later ones are left out, such as
+        those of all patches through iBOT's head."""
         if self.method.training and sum(len(x) for x, _ in self._features) < self._rows:
             self._features.append((args[0].detach(), out.detach()))
 
@@ -203,7 +203,7 @@ class Bank:
         self.features = torch.zeros(length, dim, dtype=half, device=device)
         self.labels = torch.zeros(length, dtype=torch.long, device=device)
         self.images = torch.full((length,), -1, dtype=torch.long, device=device)
-        self.written = 0  # rows in all, overwritten ones too
+        self.written = 0  # number of rows written so far, with those overwritten since
 
     @property
     def filled(self) -> int:
@@ -211,8 +211,8 @@ class Bank:
         return min(self.written, len(self.features))
 
     def push(self, features: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Append rows: features (B, D), labels (B,) and images (B,). Of more rows than the bank has, only the last are
-        written: of two that belong to one place, any could come last."""
+        """Append rows: features (B, D), labels (B,) and images (B,). If there are more rows than the bank has, only the
+        last are written, as the order of two writes to one place is not defined."""
         self.written += len(labels)
         kept = min(len(labels), len(self.features))
         at = (self.written - kept + torch.arange(kept, device=labels.device)) % len(self.features)
@@ -220,7 +220,7 @@ class Bank:
             column[at] = new[-kept:].to(column.dtype)
 
     def newest(self, n: int, skip: int = 0) -> "BankRows":
-        """Return the n newest rows after leaving out the `skip` newest; fewer where the bank has fewer."""
+        """Return the n newest rows after leaving out the `skip` newest, or as many as the bank has."""
         back = torch.arange(skip, min(n + skip, self.filled), device=self.labels.device)
         at = (self.written - 1 - back) % len(self.features)
         return BankRows(self.features[at].float(), self.labels[at], self.images[at])
@@ -247,7 +247,7 @@ def effective_rank(z: Tensor) -> Tensor:
     """Return RankMe (Garrido et al. 2023, arXiv:2210.02885): the exp of the entropy of the singular values of z (B,
     C), from 1 to min(B, C)."""
     p = torch.linalg.svdvals(z)
-    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)  # 1 where all features are zero
+    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)  # the rank is 1 where all features are zero
     return torch.exp(-torch.xlogy(p, p).sum())
 
 

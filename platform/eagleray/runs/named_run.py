@@ -1,7 +1,6 @@
 """Find the run that a command names in place of a recipe, by its folder or URL, to go on with it.
 
-Stores are imported late: they import NumPy, which showing a recipe does without.
-"""
+Stores are imported late, as they import NumPy, which showing a recipe does not need."""
 
 import sys
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ class NamedRun(NamedTuple):
     file: Path  # its recipe, on this machine
 
     def plugins(self) -> Path:
-        """Return a folder of this machine that holds, or has in it, the sources of the run's plug-ins."""
+        """Return a folder of this machine with the sources of the run's plug-ins, directly or in a subfolder."""
         from eagleray.storage.folder_copy import local_folder
 
         return local_folder(f"{self.out}/{plugins.FOLDER}") if "://" in self.out else self.file.parent
 
 
-_looked: dict[str, NamedRun | None] | None = None  # the answers of one look; None outside of it
+_looked: dict[str, NamedRun | None] | None = None  # runs that were looked up, by name; None outside of `one_look`
 
 
 def one_look() -> AbstractContextManager[None]:
@@ -39,8 +38,8 @@ def one_look() -> AbstractContextManager[None]:
 
 
 def named_run(name: str) -> NamedRun | None:
-    """Return the run of a folder, of a URL, or of the recipe.yaml below a URL; None for what is no run. A shipped
-    recipe comes before a folder of its name. Raises UserError when no run has begun beside the recipe, and Outage."""
+    """Return the run in a folder, at a URL or at the URL of its recipe.yaml; None if it is no run. A shipped recipe
+    comes before a folder of its name. Raises UserError when no run has begun beside the recipe, and Outage."""
     known = {} if _looked is None else _looked
     if name not in known:
         known[name] = _find(name)
@@ -67,7 +66,7 @@ def _find(name: str) -> NamedRun | None:
 
 
 def check_goes_on(name: str, overrides: Sequence[str]) -> None:
-    """Raises UserError when the run that a command names has finished, and no key says where or how far it goes on."""
+    """Raises UserError when the run that a command names has finished, unless max_steps or out is overridden."""
     moves = any(key.partition("=")[0].strip() in ("max_steps", "out") for key in overrides)
     run = None if moves else named_run(name)
     if run is None:

@@ -24,11 +24,11 @@ from eagleray.runs.health import words
 from eagleray.runs.metrics import AT_START, CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR, MONITOR_KNN, UNTRAINED
 from eagleray.runs.summary import read_summary
 
-POINTS = 1000  # the most points of a line: there are no more pixels
-FEW = 8  # points that a line is too short for
-WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: of the page, beside the panels, between them
-ROWS, ROW, LETTER = 4, 0.15, 0.07  # rows of names over the picture, inches of a row, inches of a letter
-# Gradients of what is in no layer, and how they are drawn.
+POINTS = 1000  # most points of a line, as there are no more pixels
+FEW = 8  # number of points below which each is marked, as the line is too short to see
+WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: the page, left and right margins, space between panels
+ROWS, ROW, LETTER = 4, 0.15, 0.07  # most rows of labels above the panels; inches of a row and of a letter
+# Maps gradients outside of layers to the label, colour and style of their curves.
 REST = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
 
 
@@ -210,7 +210,7 @@ def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
     """Return the labels, each in the lowest row where it fits and where the line from its step crosses no other
     label. Labels are set from right to left. `letter` is the width of a letter in steps."""
     placed: list[Name] = []
-    starts: list[float] = []  # where the text of each row ends so far
+    starts: list[float] = []  # step at which the leftmost label of each row starts
     for n in sorted(names, reverse=True):
         end = n.step + letter * (len(n.text) + 1)
         row = next((i for i in range(len(starts)) if end < min(starts[i:])), len(starts))
@@ -221,7 +221,7 @@ def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
 
 def _write(axes: Any, names: Sequence[Name], height: float) -> None:
     """Draw the labels of findings above a panel."""
-    steps_up = axes.get_xaxis_transform()  # across in steps, up in heights of the panel
+    steps_up = axes.get_xaxis_transform()  # x in steps, y in heights of the panel
     for n in names:
         y = 1 + (0.04 + ROW * n.row) / height
         axes.vlines(n.step, 1, y + 0.1 / height, transform=steps_up, color=RED, linewidth=0.7, clip_on=False)
@@ -238,7 +238,7 @@ def fill(axes: Any, panel: Panel, curves: Mapping[str, Curve]) -> list[Any]:
     if panel.log and any((line.get_ydata() > 0).any() for line in shown):
         axes.set_yscale("log")
     axes.margins(y=0.1)
-    axes.set_zorder(1)  # the lines of the right axis are less important
+    axes.set_zorder(1)  # above the lines of the right axis, which are less important
     axes.patch.set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT, linewidth=0.6)

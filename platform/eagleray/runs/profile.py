@@ -1,4 +1,4 @@
-"""Profile some steps of a run: a trace for chrome://tracing or Perfetto, and a table of the dearest operations."""
+"""Profile some steps of a run: a trace for chrome://tracing or Perfetto, and a table of the slowest operations."""
 
 from pathlib import Path
 from typing import Self
@@ -37,7 +37,7 @@ class Profiler:
             self.recorder.start()
 
     def end(self) -> None:
-        """Write what was recorded, which are fewer steps than wanted where the run ends among them."""
+        """Write the recording. It has fewer steps than wanted if the run has ended among them."""
         if self.recorder is not None:
             recorder, self.recorder = self.recorder, None
             write(recorder, self.folder, self.device)

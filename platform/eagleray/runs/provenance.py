@@ -1,8 +1,7 @@
-"""Say what exported weights were made from, in a file beside them, and by what they are recognised.
+"""Write and read provenance.json, which says what exported weights were made from and how to recognise them.
 
-The file holds the digests of all others in the folder, and one of each of its own fields, so that a change is named.
-It imports no PyTorch, as a reader of an export may have none.
-"""
+The file has a digest of every other file of the export and of each of its own fields, so that verification can name
+what was changed. This module does not import PyTorch, which a reader of an export may not have."""
 
 import hashlib
 import json
@@ -24,7 +23,7 @@ NAME = "provenance.json"
 TENSORS = ".safetensors"
 LENGTH = 16  # hexadecimal digits of the digests of tensors and fields
 IMAGES = "data.train"
-# What an export calls the materials of each key; every other key names weights that the run starts from.
+# The words of an export for the materials of each key. Every other key names weights that the run starts from.
 WORDS = {IMAGES: "images", "method.teacher.weights": "teacher"}
 
 
@@ -34,7 +33,7 @@ class Material:
 
     key: str  # the key of the recipe that names them
     source: str  # a public name or URL, or the end of a path
-    digest: str  # of the index of the images; SHA-256 of the file of weights; empty if unknown
+    digest: str  # digest of the index of images, or SHA-256 of the file of weights; empty if unknown
     licences: tuple[str, ...] = ()  # as they are stated; none for weights that have no licence of their own
     made_from: tuple["Material", ...] = ()  # the materials of weights that a run of eagleray has trained
 
@@ -55,22 +54,22 @@ class Provenance:
     features: int
     parameters: int
     method: str
-    encoder: str = ""  # the one of the method that `--what` named
+    encoder: str = ""  # name of the method's encoder that `--what` has chosen
     steps: int | None = None  # training steps of the weights; None: the checkpoint does not say
-    recipe: dict[str, Any]  # with the ends of paths alone
-    digests: dict[str, tuple[str, ...]]  # of recipe, data, order and code, as the starts of the run have noted them
-    commit: str = ""  # of the code; empty where it was no checkout of git
-    licence: str = ""  # under which the weights are published; empty if nobody has said
+    recipe: dict[str, Any]  # the recipe, with paths cut to their last two parts
+    digests: dict[str, tuple[str, ...]]  # digests of recipe, data, order and code that the starts of the run recorded
+    commit: str = ""  # git commit of the code; empty if it was no checkout
+    licence: str = ""  # licence under which the weights are published; empty if nobody has said
     materials: tuple[Material, ...]
     forgotten: tuple[str, ...] = ()  # how many images the run has forgotten, and since which step
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 of the export's other files
-    # Digests of the tensors of those files that are of safetensors.
+    # Digests of the tensors of each safetensors file, by their names.
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)  # digests of the fields above
 
 
 def published(value: Any) -> Any:
-    """Return the values of a recipe without secrets, and with the last two parts of paths of this machine alone."""
+    """Return the values of a recipe without secrets, and with paths of this machine cut to their last two parts."""
     if isinstance(value, Mapping):
         return {key: published(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -81,24 +80,24 @@ def published(value: Any) -> Any:
 
 
 def parse_record(text: str, name: str) -> tuple[Material, ...]:
-    """Return the materials that the file of this name in a run's folder lists. Raises UserError."""
+    """Return the materials in the text of the file `name` in a run's folder. Raises UserError when it is damaged."""
     with explained(f"{name}: not written by eagleray", *NO_JSON):
         return config.check(Record, json.loads(text), name).materials
 
 
 def read(path: Path) -> Provenance:
-    """Read the provenance of an export. Raises UserError."""
+    """Read the provenance of an export. Raises UserError when it is missing or not written by `eagleray export`."""
     with explained(f"{path}: not written by `eagleray export`", OSError, *NO_JSON):
         return config.check(Provenance, json.loads(path.read_bytes()), str(path))
 
 
 def render(facts: Provenance) -> bytes:
-    """Return the content of the file, which depends on nothing else: another byte is another fact, or damage."""
+    """Return the content of the file. Equal facts give equal bytes, so that another byte is another fact, or damage."""
     return json.dumps(config.to_plain(facts), indent=1).encode()
 
 
 def seal(folder: Path, names: Sequence[str], facts: Provenance) -> None:
-    """Write the provenance of an export that has files of these names."""
+    """Write the provenance of an export whose other files have these `names`."""
     files = {name: sha256(folder / name) for name in sorted(names)}
     tensors = {name: tensor_digests(folder / name) for name in files if name.endswith(TENSORS)}
     whole = replace(facts, files=files, tensors=tensors)
@@ -106,8 +105,8 @@ def seal(folder: Path, names: Sequence[str], facts: Provenance) -> None:
 
 
 def remove_stale(folder: Path, names: Sequence[str]) -> None:
-    """Delete what an earlier export has left that the next one, of these names, does not replace. A file that somebody
-    has changed since stays."""
+    """Delete the files of an earlier export that the next one, with files of these `names`, does not replace.
+    Files that were changed since the earlier export stay."""
     if (folder / NAME).exists():
         for name, digest in read(folder / NAME).files.items():
             path = folder / name
@@ -122,7 +121,7 @@ def field_digests(facts: Provenance) -> dict[str, str]:
 
 
 def tensor_digests(path: Path) -> dict[str, str]:
-    """Return the digest of type, shape and bytes of each tensor of a file, by name. Raises UserError."""
+    """Return the digests of type, shape and bytes of a file's tensors, by name. Raises UserError if it is damaged."""
     out = {}
     with explained(f"{path}: no tensors can be read", OSError, OverflowError, *NO_JSON), path.open("rb") as file:
         size = path.stat().st_size  # a damaged file may state any length
@@ -141,7 +140,7 @@ def _short(data: bytes) -> str:
 
 
 def licences(materials: Sequence[Material], of: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each material and each licence of it, with those of what it was made from."""
+    """Yield each material, in words, with each of its licences, and the same for what it was made from."""
     for material in materials:
         word = WORDS.get(material.key, "start weights")
         known = f" ({material.source})" if material.source.startswith(("timm:", "hf:")) else ""
@@ -151,13 +150,13 @@ def licences(materials: Sequence[Material], of: str = "") -> Iterator[tuple[str,
 
 
 def conditions(facts: Provenance) -> str:
-    """Return the licences that forbid a use or have conditions, or are unknown, in one line; empty if none does."""
+    """Return in one line the licences that forbid a use, have conditions or are unknown. It is empty if none does."""
     found = [f"{what}: {with_terms(licence)}" for what, licence in licences(facts.materials) if not is_free(licence)]
     return "; ".join(dict.fromkeys(found))
 
 
 def statements(facts: Provenance) -> dict[str, str]:
-    """Return what the card of an export says of each fact, word for word."""
+    """Return the texts of an export's model card by the fact that each of them states."""
     open_ = "The licence of these weights is for those to state who publish them: `eagleray export --licence NAME`."
     own = f"These weights are published under {facts.licence}." if facts.licence else open_
     of = dict.fromkeys(f"* {what}: {with_terms(licence)}\n" for what, licence in licences(facts.materials))

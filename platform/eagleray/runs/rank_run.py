@@ -68,7 +68,7 @@ class RankRun(NamedTuple):
 
     @property
     def embedding(self) -> dict[str, Any]:
-        """Return how features are computed: the precision, and as many loader processes as those of the training."""
+        """Return the settings for computing features: the precision, and as many loader processes as training has."""
         recipe, stream = self.plan.recipe, self.plan.stream
         workers = processes(recipe.data.workers, self.world.cpus)
         return {"precision": recipe.precision, "reading": Reading(workers, stream.cache, stream.patience)}
@@ -79,7 +79,7 @@ class RankRun(NamedTuple):
         return self.world.wrap(self.anchor.joined(method), reduce=self.plan.recipe.optim.reduce)
 
     def compare_with_start(self, step: int) -> dict[str, float]:
-        """Return the numbers of the guard of the start, whose images are read as those of evaluations are."""
+        """Return the guard's comparison of the backbone with the start, on images read like those of evaluations."""
         return self.guard.measure(step, self.export, **self.embedding)
 
 
@@ -101,7 +101,7 @@ def build_run(
         method.allocate(len(plan.index))
     place(method, recipe, world)
     optimizer = build_optimizer(recipe, method)
-    labelled = plan.index.labelled and not method.supervised  # its images are mixed, and so are their labels
+    labelled = plan.index.labelled and not method.supervised  # a supervised method mixes images, and their labels
     monitor = Monitor(method, optimizer, recipe.monitor, images=len(plan.index), labelled=labelled)
     first = take_progress(plan, started, optimizer) if started else 0
     clock, guard, anchor = Clock(time.monotonic(), 0.0), StartGuard(plan), Anchor(recipe, method)
@@ -113,8 +113,8 @@ def build_run(
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
     on_device(method, world.device)
-    if method.export().batch_norm and recipe.parallel != "fsdp":  # FSDP divides contiguous weights alone
-        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what their convolutions are fast in
+    if method.export().batch_norm and recipe.parallel != "fsdp":  # FSDP divides only contiguous weights
+        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions are fast in it
     world.synchronise(method)
     if recipe.parallel == "fsdp":
         sharded.shard(method)
@@ -124,7 +124,7 @@ def place(method: Method, recipe: Recipe, world: World) -> None:
 
 def newest_checkpoint(plan: Plan, folder: RunDir, step: int | None = None) -> dict[str, Any] | None:
     """Return the newest checkpoint of the run, or that of a step, or None. Called by all ranks together. Raises
-    UserError when it was made with another recipe, or other data, than this one's."""
+    UserError when it was made with another recipe or other data than the plan's."""
     recipe = plan.recipe
     url, patience = f"{recipe.out}/checkpoints", 60 * recipe.data.patience
     listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
@@ -166,7 +166,7 @@ def return_to_best(run: RankRun) -> int:
     """Load the weights of the best checkpoint that the guard of the start has kept, and return their step. Called by
     all ranks together. Raises UserError when that checkpoint is gone or damaged."""
     best = run.guard.returns
-    run.folder.settle()  # it may be the one that is being written
+    run.folder.settle()  # the best checkpoint may be the one that is being written
     state = newest_checkpoint(run.plan, run.folder, best)
     if state is None:
         raise UserError(f"{run.plan.recipe.out}/checkpoints: the best checkpoint, of step {best}, is gone or damaged")

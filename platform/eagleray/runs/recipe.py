@@ -167,7 +167,7 @@ class Start:
     keep_best: bool = False
 
     def at(self, source: str) -> "Start":
-        """Return the same with another source."""
+        """Return these settings with another source."""
         return Start(**config.to_plain(self) | {"from": source})
 
 
@@ -230,12 +230,12 @@ class Recipe:
 
     @property
     def phases(self) -> tuple[PhaseViews, ...]:
-        """Return what is seen in every phase. Raises UserError when one has no epoch or does not fit the views."""
+        """Return the views of every phase. Raises UserError when a phase has no epoch or does not fit the views."""
         return phases(self.views, self.curriculum, self.optim.epochs)
 
     @property
     def weight_sources(self) -> dict[str, str]:
-        """Return what the run reads weights from before its first step, by key."""
+        """Return the sources from which the run reads weights before its first step, by key."""
         named = {
             "backbone.weights": self.backbone.weights,
             "start.from": self.start.source if self.start else None,
@@ -245,7 +245,7 @@ class Recipe:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Return the fewest and the most processes that may train. Without Ray it is this one."""
+        """Return the fewest and the most processes that may train. Without Ray there is one, this process."""
         least, most = span(self.workers)
         return max(least, 1), max(most, 1)
 
@@ -255,9 +255,9 @@ class Recipe:
         return bool(self.workers and os.environ.get("RAY_ADDRESS"))
 
 
-TEACHER = "method.teacher.weights"  # errors name this key
+TEACHER = "method.teacher.weights"  # key that errors about the teacher's weights name
 
-# What may differ when a run is continued: where and how long it runs and how it is judged, not what it learns.
+# Keys that may change when a run is continued: where and how long it runs and how it is judged, not what it learns.
 OPERATION: tuple[str, ...] = ("out", "workers", "gpus", "max_steps", "log_steps", "checkpoint", "evaluate", "monitor")
 OPERATION += ("optim.micro_batch", "optim.checkpointing", "data.workers", "data.bad_limit", "data.test")
 OPERATION += ("profile", "precision", "compile", "deterministic", "optim.reduce", "parallel", "track")
@@ -274,12 +274,12 @@ def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
     keys = config.flatten(recipe) if isinstance(recipe, Mapping) else flat(recipe)
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
     kept = {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
-    # Which revision of a set of the Hub it was, the digest of the data says: so one that has moved on can be named.
+    # The revision of a Hugging Face data set is left out: its digest tells a change, and the error names the revision.
     return kept | {k: unpinned(v) for k, v in kept.items() if k == "data.train"}
 
 
 def _changeable_keys(method: str | None) -> list[str]:
-    """Return the keys of the method section that may change when a run continues; none where it is not known here."""
+    """Return the keys of the method section that may change when a run continues; none for an unknown method."""
     try:
         may_change = config.part_constant("eagleray.methods", method, "may_change") if method else ()
     except UserError:  # the plug-in of the run may not be loaded
@@ -295,8 +295,8 @@ def digest(recipe: Recipe) -> str:
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), *, named: bool = False) -> Recipe:
     """Return the resolved recipe of a shipped name, a file or a run, with a default for `out`. `plugins` are added to
-    those that the recipe lists. `named`: none is loaded that is not loaded yet, as a run's own may be a stranger's.
-    Raises UserError, and Outage where the run is in a store."""
+    those that the recipe lists. With `named`, no further plug-in is loaded, as those of a run may be a stranger's.
+    Raises UserError when the recipe is wrong or missing, and Outage when the run is in a store that does not answer."""
     from eagleray.runs.named_run import named_run
 
     tree = read(name, overrides, plugins)
@@ -315,7 +315,7 @@ def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
     run = named_run(name)
     title, tree = bundled.read_recipe(str(run.file) if run else name)
     if run:
-        tree["out"] = run.out  # it may have been moved
+        tree["out"] = run.out  # the run may have been moved
     for item in overrides:
         tree = config.merge(tree, config.override(item))
     if plugins:
@@ -331,7 +331,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
     method = tree.get("method")
     entry = register.entries("method").get(str(method.get("name") if isinstance(method, Mapping) else method))
     if entry:
-        from eagleray.runs.contract import check_method_class  # it imports PyTorch, as the plug-in has done
+        from eagleray.runs.contract import check_method_class  # imports PyTorch, as the plug-in did
 
         check_method_class(entry)
     recipe: Recipe = _with_channels(config.check(Recipe, tree | {"plugins": listed}, source))
@@ -346,7 +346,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
 
 def check_lanes(recipe: Recipe) -> None:
     """Raises UserError when the lanes of a recipe do not divide its batch, or its ranks not the lanes."""
-    from eagleray.data.order import rows  # it imports NumPy, which showing a recipe does without
+    from eagleray.data.order import rows  # imported late, as it imports NumPy, which showing a recipe does not need
 
     batch, lanes = recipe.optim.batch, recipe.data.lanes
     if batch % lanes:
@@ -367,13 +367,14 @@ def _check_view_count(recipe: Recipe) -> None:
 
 
 def needs_boxes(recipe: Recipe) -> bool:
-    """Return whether the method reads where in the image each view lies; one that does without reads what is known."""
+    """Return whether the method reads where in the image each view lies.
+    A method that can do without reads this if no view moves pixels after its crop."""
     needs = config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes")
     return not any(view.moving for view in recipe.views) if needs is None else bool(needs)
 
 
 def _check_boxes(recipe: Recipe) -> None:
-    """Raises UserError when a view moves pixels after its crop."""
+    """Raises UserError when a view moves pixels after its crop, so that its place in the image is not known."""
     for i, view in enumerate(recipe.views):
         for key, value in view.moving.items():
             raise UserError(

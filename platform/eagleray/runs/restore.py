@@ -25,7 +25,7 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import check_exists, check_run, no_checkpoint
 from eagleray.storage import store
 
-MOST_IMAGES = 2**31  # a method may keep a vector of each image
+MOST_IMAGES = 2**31  # most images of a checkpoint, as a method may keep a vector of each
 KEYS = {"recipe", "method", "images"}  # every checkpoint of eagleray has these keys
 
 
@@ -38,13 +38,13 @@ class Restored(NamedTuple):
 
 
 def restore(path: str) -> Restored:
-    """Restore a run from its newest checkpoint, or from one checkpoint file. Raises UserError."""
+    """Restore a run from its newest checkpoint or one checkpoint file. Raises UserError when it cannot be read."""
     return restored(path, *read_state(path))
 
 
 def read_state(path: str) -> tuple[dict[str, Any], Path]:
-    """Return the state of the checkpoint that stands for a run, its newest one or with `start.keep_best` its best one,
-    or that of one checkpoint file, and the folder of the run on this machine. Raises UserError."""
+    """Return the state of a checkpoint, and the folder of its run on this machine. Of a run it is the newest checkpoint
+    or, with `start.keep_best`, the best one. Raises UserError when none can be read."""
     check_run(path)
     file = Path(path)
     if store.may_be_folder(path):
@@ -64,7 +64,8 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
-    """Return the method with the weights of a checkpoint's state, adapters merged. Raises UserError."""
+    """Return the method with the weights of a checkpoint's state, with LoRA adapters merged into them.
+    Raises UserError when the recipe, the plug-ins or the weights of the state do not fit."""
     with explained(f"{path}: its recipe is not one of eagleray", yaml.YAMLError, ValueError):
         tree = yaml_text.parse(str(state["recipe"]))
     if not isinstance(tree, dict):
@@ -105,7 +106,7 @@ def _are_plugins(listed: Any) -> bool:
 
 
 def _are_weights(images: Any, weights: Any) -> bool:
-    """Return whether these are a number of images and a state of a method."""
+    """Return whether two values of a checkpoint are a number of images and the state of a method."""
     counted = type(images) is int and 0 <= images <= MOST_IMAGES
     return counted and isinstance(weights, dict) and all(isinstance(key, str) for key in weights)
 
@@ -131,16 +132,16 @@ def pretrained(source: str) -> Weights:
 
 
 def public_weights(source: str, key: str) -> Weights | None:
-    """Return the weights of a name of timm or of the Hugging Face Hub; None for other sources. `key` of the recipe
-    names the source. Raises UserError."""
+    """Return the weights of `timm:NAME` or `hf:NAME`, or None for other sources. `key` of the recipe names the source.
+    Raises UserError when the weights cannot be read."""
     if source.startswith(TIMM):
         return weights.from_timm(source, key)
     return weights.from_hub(source, key) if source.startswith(HF) else None
 
 
 def file_tensors(source: str, key: str) -> dict[str, Any] | None:
-    """Return what a file of tensors holds; None for a run and for one of its checkpoints. Raises UserError when there
-    is no such file or folder."""
+    """Return the tensors in a file; None for a run and for one of its checkpoints. Raises UserError when there is no
+    such file or folder."""
     check_exists(source, key)
     if store.may_be_folder(source):
         return None

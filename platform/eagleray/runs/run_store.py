@@ -1,8 +1,7 @@
-"""Keep the files of a run, in a folder or in a bucket of which each machine has a copy. Nothing above asks which.
+"""Keep the files of a run in a folder, or in a bucket of which each machine has a copy, with the same methods.
 
-A command reads the run from `view`, and rank 0 writes it into `work`. Of a run in a folder both are that folder. Of a
-run in a bucket they lie in the cache of this machine, and differ, as rank 0 and a command may be on one machine.
-"""
+A command reads the run from `view`, and rank 0 writes it into `work`. For a run in a folder, both are that folder. For
+a run in a bucket, they are two folders in the cache of this machine, as rank 0 and a command may be on one machine."""
 
 import contextlib
 import socket
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from eagleray.runs.lease import Lease
 
 Say = Callable[[str], None]
-SOON = 3.0  # seconds in which a process of this machine that was killed lets go of its run
-PATIENCE = 60.0  # seconds to wait for the last process of a killed run, and for a file server that noticed no death
+SOON = 3.0  # seconds in which a killed process of this machine releases its run
+PATIENCE = 60.0  # seconds to wait for the last process of a killed run, or for a file server that has noticed no death
 
 
 class FolderClaim:
@@ -31,14 +30,14 @@ class FolderClaim:
     lost = False  # nobody can take it over
 
     def __init__(self, lock: contextlib.AbstractContextManager[object], epoch: int, new: Path | None) -> None:
-        """`new` is the folder if this claim has made it."""
+        """`new` is the run's folder if this claim has made it, else None."""
         self.lock, self.epoch, self.new = lock, epoch, new
 
     def check(self) -> None:
-        """Raises Superseded when another process has taken the run over, which no process of a folder can."""
+        """Raises Superseded when another process has taken the run over, which cannot happen to a locked folder."""
 
     def close(self) -> None:
-        """Unlock it, and delete the folder of a run that was refused before anything was written."""
+        """Release the lock, and delete the folder of a run that was refused before anything was written."""
         with contextlib.suppress(OSError):
             if self.new and {path.name for path in self.new.iterdir()} <= {layout.COMMAND, layout.OWNER}:
                 for path in self.new.iterdir():
@@ -60,7 +59,7 @@ class RunStore:
         self.out, self.view, self.work = out, folder, folder
 
     def get(self, name: str) -> str | None:
-        """Return the text of a file, or None when there is none. Raises UserError when it is no text."""
+        """Return the text of a file, or None when there is none. Raises UserError when it is not text."""
         url = f"{self.out}/{name}"
         with explained(f"{url}: is no text", UnicodeDecodeError):
             return None if (data := store.find(url)) is None else data.decode()
@@ -70,7 +69,8 @@ class RunStore:
         store.put_bytes(f"{self.out}/{name}", text.encode() if isinstance(text, str) else text)
 
     def share(self, path: Path) -> None:
-        """Store a file that was written below `view` or `work`; in a folder it is there already. Raises OSError."""
+        """Upload a file that was written below `view` or `work`, if the run is at a URL. Raises OSError.
+        The files of a run in a folder are in their place, so nothing is done."""
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
@@ -86,8 +86,8 @@ class RunStore:
             file.write(text)
 
     def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
-        """Bring the records and histories in `view`, or in `work`, and the files in one of the run's folders up to
-        date, and return that folder."""
+        """Bring the records, the histories and the files in the run's folder `inside` up to date, in `view` or, with
+        `work`, in `work`. Returns the path of that copy."""
         return self.view
 
     def following(self) -> contextlib.AbstractContextManager[object]:
@@ -98,12 +98,12 @@ class RunStore:
         """Create the run's folder. Raises UserError when nothing can be written to it."""
         with explained(f"out={self.out}: cannot be written", OSError, Outage):
             self.view.mkdir(parents=True, exist_ok=True)
-            self.put(".probe", " " * 4096)  # a full disk has room for the name of a file, and for no content
+            self.put(".probe", " " * 4096)  # not empty, as a full disk has room for an empty file
             self.delete(".probe")
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a process that reads a file and writes it again. A bucket has no locks: of two processes
-        that do so at once, the change of one is lost."""
+        """Return a context for a process that reads a file and writes it again.
+        A bucket has no locks, so if two processes do this at once, the change of one is lost."""
         return files.file_lock(self.view / f".{name}.lock")
 
     def claim(
@@ -120,7 +120,8 @@ class RunStore:
         except Busy as e:
             if name == layout.COMMAND:
                 raise
-            # The command holds the run: it is a rank of its own that hangs, and whose machine may yet be found dead.
+            # The command holds the run already, so the lock is that of a rank of this run that hangs, and whose machine
+            # may yet be found dead.
             raise Outage(f"{e}, which another process of this run has to lock") from None
         return FolderClaim(lock, after, self.work if new else None)
 
@@ -130,7 +131,7 @@ class RunStore:
         except Busy as e:
             if name == layout.COMMAND and f" on {socket.gethostname()} " in str(e):
                 raise Busy(f"{e}: another command is training this run") from None
-            say(f"{e}: waiting {patience:.0f} s at most")  # a file server has yet to notice the death of a machine
+            say(f"{e}: waiting {patience:.0f} s at most")  # a file server may notice the death of a machine late
             return files.lock_folder(self.work, name, patience=patience, note=note)
 
     def wait_until_free(self, name: str, say: Say) -> None:
@@ -149,8 +150,8 @@ class RunStore:
         files.sync_folder(self.work)
 
     def mirror(self, claim: "FolderClaim | Lease") -> "Mirror | None":
-        """Bring the files of earlier starts into `work`, and return what uploads those that the holder of the run
-        writes there, or None where they are in their place."""
+        """Bring the files of earlier starts into `work`, and return what uploads the files that the run's holder writes
+        there. It is None for a run in a folder, whose files are in their place."""
         return None
 
 

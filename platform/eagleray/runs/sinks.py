@@ -13,22 +13,22 @@ from eagleray.base.errors import UserError, explained, one_line
 from eagleray.runs import layout
 
 log = logging.getLogger(__name__)
-# What W&B would record beside the numbers: the command with its addresses, the source, the output, the machine's load.
+# These settings keep W&B from recording the command with its addresses, the source, the output and the machine's load.
 QUIET = {"x_disable_meta": True, "disable_git": True, "save_code": False, "console": "off", "x_disable_stats": True}
 
 
 class Sink(Protocol):
-    """A place where numbers are shown."""
+    """A tracker that shows the numbers of a run."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the numbers that are not written yet."""
 
 
 class TensorBoard:
-    """Event files in the run's folder. What an earlier start wrote of later steps is hidden."""
+    """Event files in the run's folder. Numbers of later steps from an earlier start are hidden."""
 
     def __init__(self, out: Path, step: int, settings: Mapping[str, Any]) -> None:
         package("tensorboard", "tensorboard")
@@ -56,14 +56,14 @@ class WandB:
         self.run = wandb.init(
             project="eagleray",
             name=out.name,
-            id=id.read_text(),  # the starts of a run are one run there
+            id=id.read_text(),  # all starts of a run are one run in W&B
             resume="allow",
             dir=str(out),
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=dict(settings),
             settings=wandb.Settings(**QUIET),
         )
-        self.run.define_metric("*", step_metric="step")  # its own count of steps only goes up
+        self.run.define_metric("*", step_metric="step")  # W&B's own count of steps only goes up
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log({"step": step, **numbers})
@@ -83,10 +83,10 @@ def package(module: str, name: str) -> ModuleType:
 
 
 class Sinks:
-    """The sinks that a recipe names. One that fails is left out from then on; the run goes on."""
+    """The sinks that a recipe names. A sink that fails is left out from then on, and the run goes on."""
 
     def __init__(self, names: Sequence[str], out: Path, step: int, settings: Mapping[str, Any]) -> None:
-        """`step` is the one that the run starts from. Raises UserError for a package that is not installed."""
+        """`step` is the step from which the run starts. Raises UserError for a package that is not installed."""
         self.open: dict[str, Sink] = {}
         for name in names:
             self._attempt(name, lambda name=name: self.open.update({name: SINKS[name](out, step, settings)}))

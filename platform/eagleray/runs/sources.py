@@ -14,7 +14,7 @@ from eagleray.runs import layout
 from eagleray.runs.recipe import TEACHER, Recipe
 from eagleray.storage import store
 
-# No name of timm ends in one of them.
+# Suffixes of files of weights. No name of a timm model ends in one of them.
 FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")
 
 
@@ -29,7 +29,8 @@ def absolute(source: str) -> str:
 
 
 def resolve_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, as a worker's working folder is not the user's. Raises UserError."""
+    """Return the recipe with absolute paths, as a worker's working folder is not the user's.
+    Raises UserError when `out` cannot be written to, or a teacher has no weights."""
 
     def all_of(sources: tuple[Source, ...] | None) -> tuple[Source, ...] | None:
         return sources and tuple(
@@ -58,7 +59,7 @@ def resolve_paths(recipe: Recipe) -> Recipe:
 
 
 def weight_files(recipe: Recipe) -> dict[str, str]:
-    """Return the files and folders that a run reads weights from, by key; names of timm and of the Hub are none."""
+    """Return the files and folders that a run reads weights from, by key, without public names of timm and the Hub."""
     return {key: source for key, source in recipe.weight_sources.items() if not is_public(source)}
 
 
@@ -70,12 +71,13 @@ def check_exists(source: str, key: str = "") -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether the run in a folder has taken steps, and takes nothing over any more."""
+    """Return whether the run in a folder has taken steps, after which it takes over no weights any more."""
     return bool(read_history(folder / layout.METRICS))
 
 
 def check_run(path: str) -> None:
-    """Raises UserError when a path is no file, and no folder of a run with a checkpoint. A store is asked later."""
+    """Raises UserError for a path on this machine that is missing or a folder without checkpoint. URLs are read
+    later."""
     if not store.may_exist(path):
         raise UserError(f"{path}: no such run or checkpoint")
     if _lacks_checkpoint(path):
@@ -83,7 +85,8 @@ def check_run(path: str) -> None:
 
 
 def check_weights(path: str) -> None:
-    """Raises UserError when a path is neither an export nor what `check_run` accepts. A store is asked later."""
+    """Raises UserError when a path on this machine is missing, or is a folder without checkpoint or export.
+    A URL is accepted here: whether it exists is checked when it is read."""
     check_exists(path)
     if _lacks_checkpoint(path) and not export_in(path):
         raise UserError(f"{no_checkpoint(path)}; nor is there an exported {FILE}")

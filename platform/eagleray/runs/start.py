@@ -43,10 +43,10 @@ class StartSource:
     """The weights, heads and moments that a run may start from."""
 
     weights: Weights  # the backbone that the source's method exports
-    about: str  # what was read
+    about: str  # a phrase that describes the source
     backbones: Mapping[str, Weights]  # keys are STUDENT and TEACHER; empty where the source is a backbone alone
     parts: Mapping[str, Tensor]  # the method without its backbones, by common names
-    state: Mapping[str, Any] | None = None  # the state of a checkpoint of ours
+    state: Mapping[str, Any] | None = None  # the state of a checkpoint of eagleray
     run: Restored | None = None
 
 
@@ -62,16 +62,16 @@ class Note(NamedTuple):
     """The lines that tell a person what a run takes over from one source of weights."""
 
     file: str  # the file in the run's folder that keeps `lines`
-    said: list[str]  # the command prints these; the last one leads to the file
+    said: list[str]  # lines that the command prints; the last one leads to the file
     lines: list[str]
-    warning: str  # what is wrong with the colours of the weights; empty if nothing is
+    warning: str  # why the weights' pixel mean and std could not be converted to ours; empty if they were
 
 
 class Started(NamedTuple):
     """A method with the weights that its run begins with."""
 
     method: Method
-    source: StartSource | None  # what `start` names
+    source: StartSource | None  # the source that `start` names; None without `start`
     notes: list[Note]
 
 
@@ -125,14 +125,14 @@ def _of_export(name: str, file: Path, key: str) -> StartSource:
         with safe_open(heads, "pt") as opened:
             about = opened.metadata() or {}
             role = about.get("backbone") or STUDENT
-            if about.get("sha256") != sha256(file):  # the backbone was exported again
+            if about.get("sha256") != sha256(file):  # the backbone was exported again, without these heads
                 return StartSource(backbone, f"an export whose {HEADS} is of other weights", {}, {})
             parts = {part: opened.get_tensor(part) for part in opened.keys()}  # noqa: SIM118  it is no dictionary
     return StartSource(backbone, "an export with heads", {role: backbone}, parts)
 
 
 def _of_run(name: str, key: str) -> StartSource:
-    """Return what a run of ours has learnt. Raises UserError."""
+    """Return the weights, heads and moments of a run of eagleray. Raises UserError when it cannot be read."""
     try:
         state, folder = read_state(name)
         run = restored(name, state, folder)
@@ -194,7 +194,7 @@ def build_started(recipe: Recipe, images: int) -> Started:
         source = read(recipe.start)
         method = build_method(recipe, lambda network: weights.fill(network, source.weights))
         method.allocate(images)
-        if recipe.backbone.lora:  # student and teacher share the weights beside the adapters: those that were exported
+        if recipe.backbone.lora:  # adapted student and teacher share the exported weights
             source = replace(source, backbones={})
         started = Started(method, source, [take_over(method, source, recipe.start.what)])
     else:
@@ -210,12 +210,12 @@ def build_started(recipe: Recipe, images: int) -> Started:
 
 
 def note(file: str, said: str, report: FillReport) -> Note:
-    """Return what is said of weights that fill one backbone."""
+    """Return the note on weights that fill one backbone. The command prints `said`."""
     return Note(file, [said], list(report.lines()), report.warning)
 
 
 def take_over(method: Method, source: StartSource, what: str) -> Note:
-    """Let a method take over the backbone or all parts that a source has, and return what was made of each."""
+    """Copy the backbone of a source, or all its parts, into a method, and return a note on the origin of each part."""
     report = weights.fill(method.export(), source.weights, whole=True)
     if what == "backbone":
         roles = encoders(method)
@@ -229,7 +229,7 @@ def take_over(method: Method, source: StartSource, what: str) -> Note:
 
 
 def take_method(method: Method, source: StartSource) -> Iterator[PartOrigin]:
-    """Copy the parts of the source that the method has too, each as a whole, and yield what was made of each."""
+    """Copy the parts of the source that the method has too, each as a whole, and yield the origin of each part."""
     for role, encoder in encoders(method).items():
         given = source.backbones.get(role, source.weights)
         report = weights.fill(encoder.backbone, given, whole=True)
@@ -268,7 +268,7 @@ def _other_role(part: str) -> str:
 
 
 def _difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
-    """Return why the tensors of a part do not fit; empty when they do."""
+    """Return why the tensors of a part do not fit, or an empty text if they do."""
     for key in (*own, *theirs):
         sizes = [weights.shape_text(t[key]) if key in t else "none" for t in (own, theirs)]
         if sizes[0] != sizes[1]:
@@ -282,8 +282,8 @@ def _counts(report: FillReport) -> str:
 
 
 def take_progress(plan: Plan, started: Started, optimizer: torch.optim.Optimizer) -> int:
-    """Return the first step of the run: 0, unless `start.what=all` takes over the steps of the source. Then copy the
-    moments of the parameters that both methods have. Raises UserError when they do not fit."""
+    """Return the first step of the run: 0, unless `start.what=all` takes over the steps of the source. In that case,
+    copy the moments of the parameters that both methods have. Raises UserError when they do not fit."""
     check_progress(plan, started)
     recipe, source = plan.recipe, started.source
     if recipe.start is None or recipe.start.what != "all":
@@ -327,7 +327,7 @@ def _parameters(method: Method) -> Iterator[tuple[str, nn.Parameter]]:
 
 def teach(method: Method, source: str) -> FillReport:
     """Give the frozen teacher of a method, such as `distill`, the weights of a source, as `start.from` names them, and
-    the colours that they were trained with. Raises UserError when the weights do not fit."""
+    the pixel mean and std that they were trained with. Raises UserError when the weights do not fit."""
     teacher, given = method.get_submodule("teacher"), weights_of(source, recipes.TEACHER)
     assert isinstance(teacher, Backbone)
     report = weights.fill(teacher, given.unconverted(), whole=True)

@@ -26,14 +26,14 @@ from eagleray.runs.run_dir import RunDir
 from eagleray.runs.run_store import run_store
 
 OF_STEPS = (metrics.LOSS, metrics.GRAD_NORM)  # the values in steps.jsonl
-SKIPS = 3  # steps in a row without a finite gradient that end the run
+SKIPS = 3  # number of steps in a row without a finite gradient after which the run ends
 
 
 @dataclass
 class Clock:
     """The times in seconds that a checkpoint holds."""
 
-    began: float  # this machine's clock, as if nothing had been lost
+    began: float  # time.monotonic() at which the run would have begun if no time had been lost
     useful: float  # seconds in steps that count
 
     @property
@@ -50,8 +50,8 @@ class StepTable:
 
     @classmethod
     def of(cls, values: Sequence[Mapping[str, Tensor]], images: Sequence[int]) -> "StepTable":
-        """Collect what the ranks have, of which each has so many `images` in a step. The host waits for the device.
-        Called by all ranks together."""
+        """Return the table of the `values` of S steps, from all ranks, which have these numbers of `images` in a step.
+        The host waits for the device. Called by all ranks together."""
         names = list(values[0])
         table = torch.stack([torch.stack([v[n].float() for n in names]) for v in values])
         return cls(names, dist.total(table * (images[dist.rank()] / sum(images))).cpu())
@@ -79,23 +79,23 @@ class StepTable:
 
 
 class OpenLine:
-    """Holds what the next lines of metrics.jsonl and health.jsonl depend on, over all ranks. A checkpoint has it, so
-    that they are the same whether a process was killed before them or not."""
+    """Holds the state on which the next lines of metrics.jsonl and health.jsonl depend, over all ranks.
+    It is in checkpoints, so that a kill and a restart before these lines do not change them."""
 
     def __init__(self, layers: Sequence[str] = ()) -> None:
-        """`layers` are those whose gradients are watched."""
+        """`layers` are the names of the layers whose gradients are watched."""
         self.table = StepTable([], torch.empty(0, 0))  # the steps since the last line
         self.skips = 0  # steps without a finite gradient in a row, up to the last one
         self.spikes = Spikes(layers)
         self.record: dict[str, Any] = {}  # a line that waits for the scores of the evaluation at its step
 
     def add(self, table: StepTable) -> None:
-        """Add steps."""
+        """Add the values of further steps."""
         rows = [self.table.rows, table.rows] if len(self.table.rows) else [table.rows]
         self.table = StepTable(table.names, torch.cat(rows))
 
     def close(self) -> StepTable:
-        """Return the steps of the line, after which another one begins."""
+        """Return the values of the line's steps, and begin another line."""
         table, self.table = self.table, StepTable([], torch.empty(0, 0))
         return table
 
@@ -133,8 +133,8 @@ class StepLog:
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.taken = 0  # steps since the last line that this process has taken
-        self.waited, self.since = loader.waited, time.perf_counter()  # both when the last line was written
-        self.clock, self.mark = clock, time.perf_counter()  # the mark is when the last step's bookkeeping was done
+        self.waited, self.since = loader.waited, time.perf_counter()  # both at the time of the last line
+        self.clock, self.mark = clock, time.perf_counter()  # mark: time at the end of the last step
 
     def add(self, taken: Step) -> None:
         """Add the values and the duration of a step."""
@@ -154,7 +154,7 @@ class StepLog:
         self._check(step, self._write_steps(step))
 
     def _write_steps(self, step: int) -> list[float]:
-        """Write a line for each step that has none yet, and return which of them were skipped. The host waits."""
+        """Write a line for each step that has none yet, waiting for the device, and return which were skipped."""
         if not self.values:
             return []
         table = StepTable.of(self.values, self.loader.rows)
@@ -194,15 +194,15 @@ class StepLog:
         return record
 
     def _of_device(self, images_per_s: float, at: Progress) -> dict[str, float]:
-        """Return how well the accelerator's peak is used, where it is known, and how much memory this rank took."""
+        """Return the model FLOP utilisation, if the device's peak is known, and an accelerator's peak memory in GiB."""
         found = {metrics.MFU: utilisation(self.forecast, images_per_s, self.world.size, at.epoch)}
         if devices.is_accelerator(self.world.device):
             found[metrics.MEMORY_PEAK] = devices.memory_peak(self.world.device)
         return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}
 
     def _check(self, step: int, skipped: list[float]) -> None:
-        """Write the images of steps without a finite gradient, of those up to this one, to skipped.jsonl. Raises
-        UserError when there are too many of them in a row."""
+        """Write the images of the skipped steps among the last ones, up to `step`, to skipped.jsonl.
+        Raises UserError when SKIPS steps in a row were skipped."""
         first = step - len(skipped)
         for i, skip in enumerate(skipped):
             self.line.skips = self.line.skips + 1 if skip > 0.5 else 0

@@ -4,10 +4,9 @@ The method, the optimiser, the monitor and the loop are those of a run, on tenso
 (PyTorch's FakeTensor), so a step of any size is traced in seconds on any machine, as a CPU or a GPU takes it. FLOPs are
 counted as `torch.utils.flop_counter` counts them.
 
-Where FSDP divides the weights among ranks (Zhao et al. 2023, arXiv:2304.11277), what a rank holds beside its share
-follows engine/sharded.py: weights outside of blocks are gathered for the whole step, those of blocks two at a time, one
-that computes and one that is fetched. Gradients are whole as long.
-"""
+Where FSDP divides the weights among ranks (Zhao et al. 2023, arXiv:2304.11277), a rank also holds whole weights for a
+while, as in engine/sharded.py: those outside of blocks for the whole step, and those of two blocks at a time, one that
+computes and one that is fetched. Their gradients are whole for as long."""
 
 import contextlib
 import functools
@@ -46,14 +45,14 @@ from eagleray.runs.start_guard import Anchor
 from eagleray.views.sampling import Views
 
 CPU = devices.CPU
-LONG = 4  # micro-batches that are traced; a step of more of them is extended from the traces of two numbers of them
+LONG = 4  # most micro-batches that are traced; a step of more is extrapolated from LONG // 2 and LONG
 MIDDLE = Progress(500, 10, 100)  # a step in the middle of training, when nothing is frozen
 WEIGHTS, TEACHER, BUFFERS, MOMENTS = "weights", "teacher", "buffers", "moments"
 GRADIENTS, IMAGES, ACTIVATIONS = "gradients", "images", "activations"
-GATHERED = "gathered"  # weights and gradients that are whole for a while
+GATHERED = "gathered"  # weights and gradients that are whole for a while under FSDP
 AT_ONCE = 2  # blocks whose weights are gathered at the same time
 
-# Operations by what limits them, by the first part of their names; all others move memory.
+# Maps kinds of operations to the beginnings of their names. All other operations move memory.
 NAMES = {
     MATMUL: ("mm", "addmm", "bmm", "baddbmm"),
     CONV: ("convolution", "_convolution"),
@@ -72,7 +71,7 @@ class Work(NamedTuple):
     kind: str
     wide: bool  # whether it computes in float32
     flops: int
-    bytes: int  # read and written
+    bytes: int  # bytes read and written
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class StepTrace:
 
     images: int  # this rank's images, each in all its views
     memory: dict[str, int]  # bytes at the peak, by kind
-    gradients: int  # bytes that ranks sum up
-    flops: float  # operations of the method's equations
+    gradients: int  # bytes of gradients that ranks sum
+    flops: float  # FLOPs of the method's equations
     repeated: float  # FLOPs of activations that are computed again in the backward pass
     work: dict[Work, float]  # how often each operation is done
-    operations: float  # dispatched by the host
-    exchanges: dict[int, float] = field(default_factory=dict)  # how often ranks sum up so many bytes, and wait for it
+    operations: float  # number of operations that the host dispatches
+    exchanges: dict[int, float] = field(default_factory=dict)  # how often ranks sum so many bytes and wait for it
 
     @property
     def peak(self) -> int:
@@ -94,7 +93,7 @@ class StepTrace:
         return sum(self.memory.values())
 
     def extended(self, longer: "StepTrace", images: int) -> "StepTrace":
-        """Return the trace for more images from this one and a `longer` one, as both grow by equal micro-batches."""
+        """Return the trace for more images, extrapolated from this and a `longer` one, as micro-batches are equal."""
         times = (images - self.images) / (longer.images - self.images)
 
         def line(a: float, b: float) -> float:
@@ -130,7 +129,7 @@ class Tracer(TorchDispatchMode):
         self._storages: dict[int, list[Any]] = {}  # bytes, kind and weak reference of each storage, by its id
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count tensors under a kind, those that are counted already too."""
+        """Count the memory of tensors under a kind, also of tensors that are counted already."""
         for t in tensors:
             self._add(t, kind)
             entry = self._storages[id(t.untyped_storage())]
@@ -161,7 +160,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # asked thousands of times
+        if func is torch.ops.prim.device.default:  # answered here, as it is asked thousands of times
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:  # a number that a method draws, such as mixup's share
             return 0.5 if args[0].dtype.is_floating_point else 1
@@ -195,15 +194,15 @@ class Tracer(TorchDispatchMode):
 
 
 def exchanged(func: Any, args: Any) -> int:
-    """Return the bytes that an exchange between ranks would sum up if it took as long: where nothing is summed up, as
-    in a gather, half as much is sent."""
+    """Return the bytes of a sum over ranks that takes as long as an exchange.
+    Where nothing is summed, as in a gather, half as much is sent."""
     largest = max(t.nbytes for t in _tensors(args))
     return largest if "reduce" in func._schema.name else largest // 2
 
 
 @functools.cache
 def works(func: Any) -> bool:
-    """Return whether an operation computes or moves something: it is no view, and allocates not only memory."""
+    """Return whether an operation computes or moves something, and is neither a view nor only allocates memory."""
     name, schema = func._overloadpacket.__name__, func._schema
     if schema.is_mutable:
         return True
@@ -213,12 +212,12 @@ def works(func: Any) -> bool:
 
 @functools.cache
 def kind_of(name: str) -> str:
-    """Return what limits an operation of this name."""
+    """Return the kind of an operation by its name."""
     return next((kind for kind, starts in NAMES.items() if name.startswith(starts)), MOVE)
 
 
 def _viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return x.view(shape)."""
+    """Return x.view(shape), computed by as_strided if x is contiguous."""
     if not x.is_contiguous():
         return torch.ops.aten.view.default(x, shape)  # type: ignore[no-any-return]
     known = math.prod(n for n in shape if n != -1)
@@ -227,7 +226,7 @@ def _viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten.as_strided.default(x, shape, strides, x.storage_offset())  # type: ignore[no-any-return]
 
 
-# What FakeTensors take milliseconds for, a third of a trace, and what gives the same shapes.
+# Maps operations on which FakeTensors spend a third of a trace to faster ones that give the same shapes.
 FASTER: dict[Any, Any] = {
     torch.ops.aten.view.default: _viewed,
     torch.ops.aten.addmm.default: lambda bias, a, b, **_: torch.ops.aten.mm.default(a, b),
@@ -256,7 +255,7 @@ def trace_step(recipe: Recipe, *, ranks: int, dataset: int, dtype: torch.dtype, 
 
 
 def trace_images(recipe: Recipe, images: int, *, ranks: int, dataset: int, dtype: torch.dtype, gpu: bool) -> StepTrace:
-    """Trace a step of one of the ranks on so many images."""
+    """Trace a step of one of `ranks` ranks on `images` images. The other arguments are those of `trace_step`."""
     chosen = recipe.optim.micro_batch
     micro = chosen if isinstance(chosen, int) else images
     with as_on_gpu() if gpu else contextlib.nullcontext():
@@ -287,7 +286,7 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
             tracer.mark(_tensors(monitor.bank.state_dict()), BUFFERS)
             tracer.mark(method.parameters(), WEIGHTS)
             tracer.mark((p for copy, _ in momentum_copies(method) for p in copy.parameters()), TEACHER)
-            tracer.mark(frozen_weights(method), WEIGHTS)  # a teacher shares them
+            tracer.mark(frozen_weights(method), WEIGHTS)  # a teacher shares these weights
             tracer.mark(moments, MOMENTS)
             tracer.mark(batch.views, IMAGES)
             for p in trained:
@@ -296,14 +295,14 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
                 monitor.watch(step)
     gradients = sum(p.numel() * p.element_size() for p in trained)
     memory = {k: n for k, n in tracer.memory.items() if n}
-    if ranks > 1:  # they live in the buckets that ranks sum up, from the first step on
+    if ranks > 1:  # gradients live in the buckets that ranks sum, from the first step on
         memory[GRADIENTS] = gradients
     work, exchanges = dict(tracer.work), dict(tracer.exchanges)
     return StepTrace(images, memory, gradients, tracer.flops, tracer.repeated, work, tracer.operations, exchanges)
 
 
 def _synchronise(method: Method, ranks: int) -> None:
-    """Let batch norms exchange as those over all ranks do."""
+    """Let the batch norms of a method exchange their moments over all ranks."""
     if ranks > 1 and devices.is_accelerator(CPU):
         exchange_moments(method)
     elif ranks > 1:
@@ -350,7 +349,7 @@ def steps(
 
 @contextlib.contextmanager
 def _group_of(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which only this one exists and whose exchanges do nothing."""
+    """A context with a process group of `ranks` ranks, of which only this one exists. Its exchanges do nothing."""
     if ranks == 1:
         yield
         return
@@ -364,16 +363,15 @@ def _group_of(ranks: int) -> Iterator[None]:
 
 
 def divisible(recipe: Recipe) -> bool:
-    """Return whether `parallel=fsdp` would be another way to train this recipe."""
+    """Return whether this recipe could be trained with `parallel=fsdp` instead of ddp."""
     return recipe.parallel == "ddp" and not keys_of_whole_weights(recipe) and _meta_method(recipe).shardable
 
 
 def divided(recipe: Recipe, trace: StepTrace, ranks: int) -> StepTrace:
-    """Return the trace of a step with whole weights on every rank as it is where each rank has a share of them.
+    """Return the trace of a step in which FSDP divides the weights among ranks, from a trace with whole weights.
 
-    Activations and work are taken to be the same. Weights are gathered for the forward and the backward pass and their
-    gradients divided, which is one and a half times the exchange of a sum; a teacher's are gathered once.
-    """
+    Activations and work are assumed to be the same. Weights are gathered for the forward and the backward pass and
+    their gradients divided, which takes one and a half times as long as a sum. A teacher's are gathered once."""
     if ranks == 1:
         return trace
     method = _meta_method(recipe)
@@ -386,7 +384,7 @@ def divided(recipe: Recipe, trace: StepTrace, ranks: int) -> StepTrace:
 
 
 def gathered(method: Method) -> int:
-    """Return the bytes of weights and gradients that are whole at once on every rank."""
+    """Return the bytes of weights and gradients that are whole on every rank at the same time."""
     each = [block for m in method.modules() if isinstance(m, Backbone) for block in blocks(m.model)]
     sizes = [(sum(p.nbytes * (1 + p.requires_grad) for p in block.parameters())) for block in each]
     inside = {id(p) for block in each for p in block.parameters()}

@@ -14,10 +14,11 @@ from eagleray.runs.run_store import run_store
 
 
 class StopRequest(Background):
-    """The request of a command that its run saves and stops: an event for a run in this process, a note for others.
+    """A command's request that its run saves a checkpoint and stops.
 
-    The name of the note ends with the id of the command, so that it is no request to another one, and it is empty: a
-    full disk has room for that. It is written again and again until that succeeds or the command ends."""
+    A run in this process sees `event`; other processes see a file, the note. Its name ends with the id of the command,
+    so that runs of other commands ignore it, and it is empty, so that it fits on a full disk. Writing is repeated until
+    it succeeds or the command ends."""
 
     seconds = 0.2
 
@@ -27,14 +28,14 @@ class StopRequest(Background):
         self.time_over = False  # whether `after` has asked
 
     def ask(self) -> None:
-        """Ask the run to stop. May be called from a handler of signals, which may interrupt a request to the store."""
+        """Ask the run to stop. May be called from a signal handler, which may interrupt a request to the store."""
         if not self.event.is_set():
             self.event.set()
             self.start()
 
     @contextlib.contextmanager
     def after(self, hours: float | None, say: Callable[[str], None]) -> Iterator[None]:
-        """A context in which the run is asked after so many hours, unless somebody has asked before."""
+        """A context in which the run is asked to stop after `hours` hours, unless it was asked before. None: never."""
 
         def ask() -> None:
             if not self.event.is_set():
@@ -59,16 +60,16 @@ class StopRequest(Background):
         self.ended.set()
 
     def close(self) -> None:
-        """Give up writing, as the run has ended; a request to a store that is away is not waited for."""
+        """Give up writing, as the run has ended. A request to a store that does not answer is not waited for."""
         self.ended.set()
 
 
 def notes_of(command: str) -> tuple[str, str]:
-    """Return the names of the notes by which a person, and this command, ask its run to stop."""
+    """Return the names of the files by which a person, and by which this command, ask its run to stop."""
     return layout.STOP, f"{layout.STOP}-{command}"
 
 
 def check_hours(hours: float | None) -> None:
-    """Raises UserError when a run cannot end after so many hours."""
-    if hours is not None and not hours >= 0:  # nan is not
+    """Raises UserError when `hours` is negative or NaN."""
+    if hours is not None and not hours >= 0:  # also true of NaN
         raise UserError(f"--max-hours {hours:g}: expected a number of hours, 0 or more")

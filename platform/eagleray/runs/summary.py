@@ -8,7 +8,7 @@ from eagleray.base.errors import UserError, explained
 from eagleray.base.files import LARGE, is_number
 from eagleray.runs import layout
 
-# The step of the weights that a run with `start.keep_best` exports, and whether `start.stop_below` has ended it.
+# Keys of the step whose weights a run with `start.keep_best` exports, and of whether `start.stop_below` ended it.
 EXPORTED, EARLY = "exported_step", "ended_early"
 COUNTS = ("steps", "images", layout.EVALUATION_STARTS, EXPORTED, EARLY)
 HEALTH, VERDICT, CHECKED, UNCHECKED = "health", "verdict", "checked", "unchecked"  # keys of lists of sentences
@@ -16,14 +16,14 @@ SENTENCES = (HEALTH, VERDICT, CHECKED, UNCHECKED)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the numbers at the end of a run and its lists of sentences; nothing while it has not ended. What is of
-    another type is left out. Raises UserError when the file is no JSON object."""
+    """Return the numbers at the end of a run and its lists of sentences; nothing while it has not ended.
+    Values of other types are left out. Raises UserError when the file is not a JSON object."""
     path = folder / layout.SUMMARY
     return parse_summary(path.read_bytes() if path.exists() else None, str(path))
 
 
 def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
-    """Return the numbers in the text of the file of this name, as `read_summary` does."""
+    """Return the numbers in the text of the file `name`, as `read_summary` does."""
     with explained(f"{name}: not valid JSON", ValueError, RecursionError, why=False):
         content = json.loads(text or "{}")
     if not isinstance(content, dict):
@@ -38,7 +38,7 @@ def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
 
 
 def if_finished(summary: dict[str, Any], steps: int) -> dict[str, Any] | None:
-    """Return a summary if it is that of a run as `finished` has it, else None."""
+    """Return a summary if it is that of a finished run, as described at `finished`, else None."""
     enough = summary.get("steps", -1) >= steps or summary.get(EARLY, 0) > 0
     return summary if enough and layout.EVALUATION_STARTS not in summary else None
 

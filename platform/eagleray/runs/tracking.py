@@ -1,4 +1,4 @@
-"""Say where the history of a run is sent, and remember in the run's folder which run it is there."""
+"""Say where the history of a run is sent, and record in the run's folder which run it is there."""
 
 import json
 import os
@@ -19,9 +19,9 @@ class Tracking:
     """The MLflow server that a run's history is sent to, and the name of the run there."""
 
     uri: str = field(repr=False)  # may hold a password
-    parent: str | None = None  # id of the run that this one is shown under
+    parent: str | None = None  # id of the run under which this one is shown
     name: str | None = None  # the run's name; by default that of its folder
-    key: str | None = None  # finds the run where its note file is lost; random by default
+    key: str | None = None  # key by which a run without its note file is found; random by default
     user: str = ""  # name of the person who began the run
 
 
@@ -37,9 +37,8 @@ class DataInput(NamedTuple):
 
 
 def tracking_of(folder: Path, name: str | None = None) -> Tracking:
-    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, or else to the SQLite file where its note says that
-    it is, or to one beside its folder, which all runs there share. Raises UserError for a path that the address of such
-    a file cannot have."""
+    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, else to the SQLite file that its note names, else
+    to the one beside its folder, which all runs there share. Raises UserError when this path has a question mark."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         files = [known for known in _read(folder / layout.MLFLOW) if known.startswith("sqlite:///")]
@@ -56,20 +55,20 @@ def tracking_of(folder: Path, name: str | None = None) -> Tracking:
 
 
 def read_note(note: Path, uri: str) -> dict[str, Any]:
-    """Return what the note file says about the run on this server; nothing when the run is on another server."""
+    """Return what the note file says about the run on this server, or nothing if it is on another server."""
     return _read(note).get(hide_secrets(uri), {})
 
 
 def write_note(note: Path, uri: str, fields: Mapping[str, Any]) -> None:
-    """Replace what the note file says about the run on this server. What it says about others stays: the address of one
-    may be given wrong for once."""
+    """Replace what the note file says about the run on this server.
+    Entries about other servers stay, as an address may be given wrong for once."""
     others = {known: said for known, said in _read(note).items() if known != hide_secrets(uri)}
     write_atomic(note, json.dumps(others | {hide_secrets(uri): fields}))
 
 
 def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[DataInput] = ()) -> None:
-    """Write into the note file of a run that begins what it is created with, its key first of all. That it has ended is
-    no longer so."""
+    """Write the values with which a run will be created on the server into its note file, above all its key.
+    An entry that the run has ended is removed."""
     fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
     if "run_id" not in fields:
         given = {"name": name, "parent": tracking.parent, "inputs": list(inputs), "user": tracking.user}
@@ -78,5 +77,5 @@ def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[Dat
 
 
 def _read(note: Path) -> dict[str, dict[str, Any]]:
-    """Return what the note file says about the run on each server, the last one at the end."""
+    """Return what the note file says about the run, by server. The server written last is at the end."""
     return json.loads(note.read_text()) if note.exists() else {}

@@ -30,8 +30,8 @@ def train(run: RankRun, start: int) -> int:
     """Take the steps from `start` on. Returns the number of steps of the run so far, which is less than planned when it
     was asked to stop.
 
-    Raises UserError or Outage when the data cannot be read any more, and Preempted, each after saving a checkpoint.
-    """
+    Raises UserError or Outage when the data cannot be read any more, and Preempted when a machine is about to be taken
+    away or added, each after saving a checkpoint."""
     plan, world, folder = run.plan, run.world, run.folder
     finish_line(run, start)
     compiled, workers = compiles(plan.recipe.compile, world.device), processes(plan.recipe.data.workers, world.cpus)
@@ -52,7 +52,7 @@ def train(run: RankRun, start: int) -> int:
     step_log = StepLog(plan, world, folder, quarantine, run.monitor, run.clock, run.line, loader)
     trainer = make_trainer(plan.recipe, run.method, run.optimizer, run.precision, run.wrap)
     batches = loader.batches(start, plan.steps, should_stop=folder.asked)
-    lost = ""  # why a run ends that has lost what its start knew
+    lost = ""  # why the run ends, if it has lost what its start weights knew
 
     with Profiler(plan.recipe.profile if world.rank == 0 else None, folder.path, world.device) as profiler:
         while step < plan.steps:
@@ -107,8 +107,8 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
 
 
 def finish_line(run: RankRun, step: int) -> None:
-    """Evaluate, and write the line of metrics.jsonl that an earlier start did not: its process was killed between
-    the checkpoint of this step and its scores."""
+    """Evaluate, and write the line of metrics.jsonl that is missing if an earlier start was killed between the
+    checkpoint of this step and its scores."""
     line = run.line
     record, line.record = line.record, {}
     if record and not dist.from_rank_zero(partial(run.folder.has_line, step)):
@@ -125,7 +125,7 @@ def log_record(run: RankRun, record: dict[str, Any]) -> None:
 
 
 def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
-    """Compare the features with those at the start, note what is found, and return why the run ends if it does."""
+    """Compare the features with those at the start, record the findings, and return why the run ends, if it does."""
     began, guard = time.perf_counter(), run.guard
     run.compare_with_start(step)
     run.folder.note_findings(guard.findings())
@@ -134,9 +134,9 @@ def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
 
 
 def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> Exception | None:
-    """Return why the run ends, from the ranks' errors of `saving` and from what has ended the steps: a rank that ends
-    takes the others with it. On a machine that is about to be taken away a store that does not answer costs the steps
-    since the last checkpoint, and not the run."""
+    """Return why the run ends: the first error of the ranks' `saving`, else the `own` error that ended the steps, or
+    None. On a machine that is about to be taken away, an Outage while saving is only logged: it costs the steps since
+    the last checkpoint, and not the run."""
     for problem in saving:
         if isinstance(own, Preempted) and isinstance(problem, Outage):
             log.warning("the last steps are not saved: %s", problem)
@@ -155,9 +155,8 @@ def fit_micro_batch(run: RankRun, start: int, loader: Loader) -> None:
 
 
 def open_quarantine(run: RankRun) -> Quarantine:
-    """Return the list of bad samples. It starts with those that were found when the data was indexed and, on all
-    ranks, with those in the file of rank 0: only there is the file of a remote run fetched. Called by all ranks
-    together."""
+    """Return the list of bad samples. It starts with those found when the data was indexed and those in the file of
+    rank 0, which alone fetches the file of a remote run. Called by all ranks together."""
     index = run.plan.index
     quarantine = Quarantine(
         run.folder.path / layout.QUARANTINE,

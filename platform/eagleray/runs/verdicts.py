@@ -1,11 +1,10 @@
-"""Judge the numbers at the end of a run: better than those of the untrained backbone, and of the start, or not.
+"""Judge whether the numbers at the end of a run are better than those of the untrained backbone, and of the start.
 
 A number in percent of n held-out images is noisy. With shares p and q of two backbones, the standard error of their
-difference is at most sqrt((p (1 - p) + q (1 - q)) / n): that of independent images, and as both see the same images, it
-is smaller. A difference of more than two standard errors counts, which chance alone exceeds in one of twenty runs.
+difference is at most sqrt((p (1 - p) + q (1 - q)) / n), its value for independent images. Both see the same images, so
+it is smaller. A difference of more than two standard errors counts, which chance alone exceeds in one of twenty runs.
 
-Without labels there are two numbers, and what the crops found say counts unless LiDAR contradicts: docs/evaluate.md.
-"""
+Without labels there are two numbers. The share of crops found decides, unless LiDAR contradicts (docs/evaluate.md)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -14,20 +13,20 @@ from eagleray.runs.health import BELOW, BELOW_START, EQUAL, Finding
 from eagleray.runs.metrics import AT_START, CROPS_FOUND, CROPS_LIDAR, KNN_TOP1, LIDAR_ERROR, LINEAR_TOP1, UNTRAINED
 
 ERRORS = 2  # standard errors of a difference that chance may make
-NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # percentages, and their names
-TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}
+NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # names of numbers in percent, by key
+TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}  # names of the backbones to compare with, by key ending
 WORDS = {1: "better than", 0: "no better than", -1: "worse than"}  # keys are the signs of a comparison
 
 
 class Comparison(NamedTuple):
-    """A number of a backbone beside that of another one, and the difference that chance may make."""
+    """A number of a backbone beside that of another backbone, and the largest difference that chance may make."""
 
     name: str
     now: float
     before: float
     noise: float
     unit: str = ""
-    room: bool = True  # a better backbone could be told from the other one
+    room: bool = True  # whether a better backbone could be told from the other one
 
     @classmethod
     def of_shares(cls, name: str, now: float, before: float, images: int) -> "Comparison":
@@ -51,7 +50,7 @@ def _noise(now: float, before: float, images: int) -> float:
 
 
 def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Comparison]:
-    """Return the numbers that decide, of those with a counterpart whose key ends with the suffix."""
+    """Return a comparison of each deciding number that has a counterpart, whose key ends with `suffix`."""
     both = [key for key in NUMBERS if key in scores and key + suffix in scores and images > 0]
     found = [Comparison.of_shares(NUMBERS[key], scores[key], scores[key + suffix], images) for key in both]
     if CROPS_LIDAR in scores and CROPS_LIDAR + suffix in scores:
@@ -61,8 +60,8 @@ def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Compa
 
 
 def contradict(comparisons: Sequence[Comparison]) -> bool:
-    """Return whether the numbers without labels say different things: LiDAR is below and the crops found are not, or it
-    is above and they are not."""
+    """Return whether the numbers without labels contradict each other: LiDAR differs by more than chance, and the crops
+    found do not differ in the same direction."""
     sign = {c.name: c.sign for c in comparisons}
     lidar, found = sign.get("LiDAR", 0), sign.get(NUMBERS[CROPS_FOUND], 0)
     return lidar != 0 and lidar != found
@@ -75,7 +74,7 @@ def verdicts(scores: Mapping[str, float], images: int) -> list[str]:
 
 
 def sentence(target: str, comparisons: Sequence[Comparison], images: int) -> str:
-    """Return what comparisons with one backbone say, such as `better than untrained: kNN 40.0 % against 30.0 %`."""
+    """Return what `comparisons` with one backbone say, such as `better than untrained: kNN 40.0 % against 30.0 %`."""
     if contradict(comparisons):
         return f"no labels, and unclear whether better than {target}: {listed(comparisons, images)}"
     deciding = [c for c in comparisons if c.unit]
@@ -94,8 +93,8 @@ def listed(comparisons: Sequence[Comparison], images: int) -> str:
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
-    """Yield the findings about the scores at the end of a run, at its last step: what is below, and what is not above
-    if nothing is."""
+    """Yield the findings about the scores at the last step of a run: which numbers are below those of the untrained
+    backbone or the start, and, if none is above the untrained ones, which are equal to these."""
     untrained, start = (
         [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
     )
