@@ -29,23 +29,23 @@ from eagleray.views.crop import crop
 from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
-IMAGES = 256  # images that are decoded and cropped again and again
-LANES, ROWS = 8, 4  # lanes of the stream, and images of each lane in a step
-PROCESSES = 4  # the most loader processes
-PATIENT = 4  # a slow store is measured up to so many times as long
-HALF = 0.5  # share of the possible rate below which the loader itself is at fault
-LARGE = 640  # pixels: the mean longer side above which smaller images would help much
+IMAGES = 256  # images that are decoded and cropped over and over
+LANES, ROWS = 8, 4  # lanes of the stream; images of each lane per step
+PROCESSES = 4  # most loader processes
+PATIENT = 4  # factor by which a slow store may be measured longer
+HALF = 0.5  # share of the possible rate below which the advice is about the loader itself
+LARGE = 640  # mean longer side in pixels above which smaller images would help much
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The measurement of one stage of the input: how many images and bytes it handled in how many seconds."""
+    """The measurement of one stage of the input: the images and bytes that it handled, and the seconds it took."""
 
     name: str
     seconds: float
     images: int
-    bytes: int  # bytes of image files that were read
-    processes: int = 0  # processes that share the CPU work; 0 where the CPU is idle
+    bytes: int  # read from image files
+    processes: int = 0  # number that share the CPU work; 0 where the CPU is idle
 
     @property
     def rate(self) -> float:
@@ -53,14 +53,14 @@ class Stage:
         return self.images / self.seconds
 
     def row(self) -> dict[str, float]:
-        """Return the rates of the stage by their names in the report."""
+        """Return the rates of the stage by the names that they have in the report."""
         core = {"images_per_s_per_core": self.rate / self.processes} if self.processes else {}
         return {"images_per_s": self.rate, "mb_per_s": self.bytes / self.seconds / 1e6} | core
 
 
 @dataclass(frozen=True)
 class Report:
-    """The stages in the order in which an image passes them, and advice on the slowest."""
+    """The measured stages in the order in which images pass them, and advice on the slowest."""
 
     url: str
     images: int
@@ -68,11 +68,11 @@ class Report:
     index_s: float
     cores: int
     stages: list[Stage]
-    bottleneck: str  # a stage
-    advice: str  # a sentence
+    bottleneck: str  # name of a stage
+    advice: str  # one sentence
 
     def json(self) -> dict[str, Any]:
-        """Return the report as plain values, rounded."""
+        """Return the report as rounded values that JSON can hold."""
         stages = {s.name: {k: float(f"{v:.4g}") for k, v in s.row().items()} for s in self.stages}
         times = {"list_s": round(self.list_s, 4), "index_s": round(self.index_s, 4)}
         facts = {"url": self.url, "images": self.images, "cores": self.cores}
@@ -89,7 +89,7 @@ class Report:
 
 
 def bench(url: str, *, seconds: float, note: Note) -> Report:
-    """Measure each stage for some seconds. Raises UserError when the shards or all of their images are unreadable."""
+    """Measure each stage for `seconds`. Raises UserError when the shards, or all of their images, are unreadable."""
     begin = time.perf_counter()
     list_data(url)
     listed = time.perf_counter()
@@ -110,7 +110,7 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
     with one_thread():
         raw = time_stage("store", math.inf, block_work(index, seconds))
         block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
-        lead = round(2 * stream.lanes * block)  # bytes that lanes ask for at once: until they have come it is a start
+        lead = round(2 * stream.lanes * block)  # bytes that lanes request at the start
         read = time_stage("read", seconds, read_work(stream, files), least=lead)
         images = decode_all(files, index.shards[0].url)
         core = [
@@ -123,19 +123,18 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
 
 
 def small_stream(index: Index) -> Stream:
-    """Return a stream with a batch small enough for a dataset of any size."""
+    """Return a stream whose batch is small enough for a data set of any size."""
     lanes = min(LANES, len(index))
     return Stream(index, VIEWS, seed=0, lanes=lanes, batch=lanes * min(ROWS, len(index) // lanes))
 
 
-Work = tuple[int, int]  # images, bytes
+Work = tuple[int, int]  # numbers of images and of bytes
 
 
 def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
     """Time a stage for `seconds`.
 
-    If the stage has handled fewer than `least` bytes by then, it is timed for longer, up to PATIENT times as long.
-    """
+    A stage that has handled fewer than `least` bytes by then is timed for up to PATIENT times as long."""
     images = size = 0
     begin = end = time.perf_counter()
     for n, length in work:
@@ -146,10 +145,9 @@ def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 
 
 
 def block_work(index: Index, seconds: float) -> Iterator[Work]:
-    """Read whole blocks in random order, with as many requests at a time as a reader makes.
+    """Read whole blocks in random order, with as many concurrent requests as a reader makes.
 
-    After `seconds` no new block is requested, but all answers are waited for, because a slow store still owes many.
-    """
+    After `seconds` no further block is requested, but all answers are awaited, as a slow store still owes many."""
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
@@ -161,7 +159,7 @@ def block_work(index: Index, seconds: float) -> Iterator[Work]:
 
 
 def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
-    """Read the bytes of every image as a reader does, and append the first images to `files`."""
+    """Read the bytes of every image as a reader does, and append those of the first IMAGES images to `files`."""
     with explained(f"{stream.index.shards[0].url}: an image cannot be used", BadImage):
         for _, data in stream.samples(range(stream.lanes), start=0):
             if len(files) < IMAGES:
@@ -170,7 +168,7 @@ def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
 
 
 def decode_all(files: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
-    """Return the files that can be decoded, with their images. Raises UserError when there are none."""
+    """Return the files that can be decoded, each with its image. Raises UserError when none can be."""
     images = []
     for data in files:
         try:
@@ -200,7 +198,7 @@ def crop_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
 
 
 class _HostOnly(Loader):
-    """A loader that does no work on the device."""
+    """A loader that copies nothing to the device and does no work on it."""
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[StepPart, ...]:  # type: ignore[override]
         for part in parts:
@@ -210,10 +208,9 @@ class _HostOnly(Loader):
 
 
 def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
-    """Read steps from loader processes; `mean` is the mean size of an image in bytes.
+    """Read steps from loader processes. `mean` is the mean size of an image in bytes.
 
-    The first step is not counted, because it waits for the processes to start.
-    """
+    The first step is not counted, because it includes the start of the processes."""
     steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)
     next(steps)
     images = stream.batch, round(stream.batch * mean)
@@ -221,7 +218,7 @@ def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
 
 
 def find_bottleneck(stages: dict[str, Stage], *, cores: int, side: float, remote: bool) -> tuple[str, str]:
-    """Return the stage that limits the loader, and a sentence on what to do about it."""
+    """Return the name of the stage that limits the loader, and a sentence on what to do about it."""
     rate, processes = {name: stage.rate for name, stage in stages.items()}, stages["loader"].processes
     core = 1 / (1 / rate["decode"] + 1 / rate["crop"])
     works, comes = processes * core, min(rate["store"], rate["read"])

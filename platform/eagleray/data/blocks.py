@@ -1,4 +1,4 @@
-"""Fetches blocks with several ranged reads at a time, and checks the checksum of every sample."""
+"""Fetches blocks with several concurrent ranged reads, and compares the checksum of every sample."""
 
 import functools
 import itertools
@@ -19,9 +19,9 @@ from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
 T = TypeVar("T")
-THREADS = 8  # requests at a time
-PIECES = 32  # requests for pieces of blocks at a time
-WASTE = 0.05  # bytes between selected images that are read with them, as a share of theirs
+THREADS = 8  # concurrent requests
+PIECES = 32  # concurrent requests for pieces of blocks
+WASTE = 0.05  # most bytes read between selected images, as a share of the images' bytes
 
 
 class Pool:
@@ -41,7 +41,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Cancel the waiting calls; the threads end with their current ones."""
+        """Cancel the waiting calls. The threads end after their current calls."""
         self.open = False
         self.queue.put(None)
 
@@ -49,14 +49,14 @@ class Pool:
         while asked := self.queue.get():
             run, future = asked
             if not self.open:
-                future.cancel()  # a thread of another pool may wait for it
+                future.cancel()  # for a thread of another pool that may wait for it
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(run())
                 except BaseException as e:
                     future.set_exception(e)
-            del asked, run, future  # not to keep a block while waiting
-        self.queue.put(None)  # the next thread has to see the end, too
+            del asked, run, future  # so that no block is kept while waiting
+        self.queue.put(None)  # so that the next thread ends, too
 
 
 class _Bytes(NamedTuple):
@@ -65,27 +65,26 @@ class _Bytes(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The bytes of a block's samples, whose checksums have been compared."""
+    """The bytes of a block's samples, and which samples have a wrong checksum."""
 
     begin: int  # offset in the shard
     data: memoryview
-    wrong: set[int]  # the offsets of the images whose checksum is wrong
+    wrong: set[int]  # offsets of images with wrong checksums
 
 
 Pass = Callable[[Callable[[], Content]], Content]  # gets a block from another reader, or fetches it and passes it on
 
 
 class Block:
-    """The samples that one lane reads from a block, which are fetched in the background.
+    """The samples of one block that a lane reads. They are fetched in the background.
 
-    Checksums are compared at every read, so that a sample whose bytes have changed is rejected in every epoch.
-    """
+    Checksums are compared at every read, so that a sample whose bytes have changed is rejected in every epoch."""
 
     def __init__(
         self, fetcher: "Fetcher", samples: NDArray[np.int64], pool: Pool | None = None, through: Pass | None = None
     ) -> None:
-        """`samples` are some of one block, in their order there. `through` gets them where several readers share the
-        lane, in a thread of `pool`."""
+        """`samples` are some of one block, in the block's order. If several readers share the lane, `through` gets the
+        block, in a thread of `pool`."""
         self.fetcher, self.samples = fetcher, samples
         first = int(samples[0])
         rows, mine = fetcher.index.rows(first, int(samples[-1]) + 1), samples - first
@@ -103,7 +102,7 @@ class Block:
         self.future = (pool or fetcher.pool).submit(lambda: through(self._fetch) if through else self._fetch())
 
     def _fetch(self) -> Content:
-        """Fetch the bytes and compare the checksums. Runs in the thread that fetches the block."""
+        """Fetch the bytes and compare the checksums. This runs in a thread of the pool."""
         if self.fetcher.selects:
             begin, data = 0, self.fetcher.read_pieces([self._ends(piece) for piece in self.pieces])
         else:
@@ -112,11 +111,11 @@ class Block:
         return Content(begin, data, wrong)
 
     def _ends(self, piece: slice) -> tuple[int, int]:
-        """Return the first sample of a piece, and the one behind its last."""
+        """Return the number of a piece's first sample and the number after its last one."""
         return int(self.samples[piece.start]), int(self.samples[piece.stop - 1]) + 1
 
     def label(self, sample: int) -> int:
-        """Return the class of a sample, -1 where it has none."""
+        """Return the class of a sample, or -1 if it has none."""
         return self.labels[self.rows[sample]]  # type: ignore[no-any-return]
 
     def bytes(self, sample: int) -> memoryview:
@@ -127,15 +126,15 @@ class Block:
         if at not in wrong:
             return data[at - begin : at - begin + size]
         piece = next(p for p in self.pieces if row < p.stop)
-        data = self.fetcher.read_again(sample, *self._ends(piece))  # they may have changed in transit
+        data = self.fetcher.read_again(sample, *self._ends(piece))  # as they may have changed in transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
 
 
 def pieces(samples: NDArray[np.int64], offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[slice]:
-    """Return the rows of samples (n,) that are read with one request each: neighbours in the shard, and others with
-    little between them, as long as what is read in vain is less than a twentieth of the images.
+    """Return slices of the samples (n,), each read with one request: neighbours in the shard, and samples with small
+    gaps between them, as long as all these gaps are at most WASTE times the size of the images.
 
     The images begin at `offset` in the shard and have `size` bytes."""
     gap = offset[1:] - (offset + size)[:-1]
@@ -148,7 +147,7 @@ def pieces(samples: NDArray[np.int64], offset: NDArray[np.int64], size: NDArray[
 
 
 def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each image (n,) begins once the bytes of all `parts`, as of `pieces`, are joined end to end."""
+    """Return the offset of each image (n,) in the joined bytes of all `parts`, the slices that `pieces` returns."""
     at, end = np.empty_like(offset), 0
     for part in parts:
         at[part] = offset[part] - offset[part.start] + end
@@ -157,9 +156,9 @@ def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.i
 
 
 class Fetcher:
-    """Fetches the blocks of an index from the store, by way of the node's cache if there is one.
+    """Fetches the blocks of an index from the store, through the node's cache if there is one.
 
-    One that `selects` reads little but the samples that it is asked for; else it keeps whole blocks in the cache, as
+    A fetcher that `selects` reads little but the requested samples. Any other keeps whole blocks in the cache, as
     another lane may read the rest of a block."""
 
     def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE, selects: bool = False) -> None:
@@ -169,30 +168,30 @@ class Fetcher:
         self.hands = Pool(PIECES) if asks_often else None
 
     def read_block(self, first: int, last: int) -> _Bytes:
-        """Return the samples `first` to `last` (excluded) of a block, or the whole block if there is a cache. A tar is
-        read with one request."""
+        """Return the samples `first` to `last` (excluded) of a block, or the whole block if there is a cache. A block
+        of a tar is read with one request."""
         if self.cache:
             first, last = self._block(first)
         return _Bytes(byte_range(self.index.rows(first, last))[0], self.read_piece(first, last))
 
     def read_piece(self, first: int, last: int) -> memoryview:
-        """Return the bytes from the first to the last of the samples `first` to `last` (excluded) of a block."""
+        """Return the bytes of the samples `first` to `last` (excluded) of a block, and those between them."""
         if not self.cache:
             return self._read(first, last)
         rows = self.index.rows(first, last)
         return self.cache.get(rows.blob, *byte_range(rows), lambda: self._read(first, last))
 
     def read_pieces(self, ends: Sequence[tuple[int, int]]) -> memoryview:
-        """Return the bytes of several pieces, one after the other, several read at a time."""
+        """Return the bytes of several pieces, joined. Several are read concurrently."""
         return memoryview(b"".join(self._each(lambda each: self.read_piece(*each), ends)))
 
     def _read(self, first: int, last: int) -> memoryview:
-        # With `selects`, one of the hands reads this, and must not wait for others.
+        # With `selects`, a thread of `hands` runs this. It must not wait for other threads of `hands`.
         each = map if self.selects else self._each
         return self.index.read(first, last, patience=self.patience, each=each)
 
     def _each(self, function: Callable[[Any], T], things: Iterable[Any]) -> Iterator[T]:
-        """Map a function over things, with as many calls at a time as there are hands."""
+        """Map a function over things, with as many concurrent calls as `hands` has threads."""
         if not self.hands:
             return map(function, things)
         calls = [self.hands.submit(functools.partial(function, thing)) for thing in things]
@@ -205,13 +204,13 @@ class Fetcher:
             self.hands.close()
 
     def _block(self, sample: int) -> tuple[int, int]:
-        """Return the first sample of a sample's block, and the one behind its last."""
+        """Return the number of the first sample in a sample's block and the number after its last one."""
         block = int(np.searchsorted(self.index.starts, sample, "right")) - 1
         return int(self.index.starts[block]), int(self.index.starts[block + 1])
 
     def read_again(self, sample: int, first: int, last: int) -> memoryview:
-        """Read one image from the store again, and delete from the cache what it was read with: its block, or the
-        piece from `first` to `last` (excluded)."""
+        """Read one image from the store again, and delete from the cache what it was in: with `selects` the piece
+        `first` to `last` (excluded), otherwise its block."""
         if self.cache:
             rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))

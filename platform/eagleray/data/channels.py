@@ -1,4 +1,5 @@
-"""Decodes images of N channels. Every value becomes one of 256 levels, by the mean and the deviation of its channel."""
+"""Decodes images of N channels. Each value becomes one of 256 levels, by the mean and standard deviation of its
+channel."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,23 +14,23 @@ from eagleray.data.pixels import decoding, open_image
 from eagleray.data.tiff import MAGIC, read_tiff
 from eagleray.views.colours import colours
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which has no other files of eagleray
+if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
     from eagleray.config.channels import Channel
 
 PNG = b"\x89PNG"
-GREY, DEEP = 0, 16  # a PNG's type of colours, and its bits of a value
-MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # Pillow's modes that keep the values of a file
+GREY, DEEP = 0, 16  # a PNG's colour type grey, and the bits of a deep value
+MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # Pillow's modes that keep a file's values
 
 
 def decode_channels(data: bytes | memoryview, channels: "Sequence[Channel]") -> NDArray[np.uint8]:
-    """Decode an image of these N channels into levels (N, H, W). Raises BadImage, and whatever decoders do."""
+    """Decode an image of N channels into levels (N, H, W). Raises BadImage, and the errors of decoders."""
     return levels(read_values(data, len(channels)), channels)
 
 
 def levels(values: NDArray[Any], channels: "Sequence[Channel]") -> NDArray[np.uint8]:
-    """Return values (H, W, N) as levels (N, H, W). The mean of a channel becomes the level that backbones expect in the
-    mean, and so does its deviation; what is below 0 or above 255 becomes the end. Raises BadImage for values that are
-    not finite."""
+    """Return values (H, W, N) as levels (N, H, W). Each channel is scaled and shifted so that its mean and standard
+    deviation become those that backbones expect, then clipped to 0 to 255. Raises BadImage for infinite values and
+    NaN."""
     out = np.empty((len(channels), *values.shape[:2]), np.uint8)
     for level, value, channel, mean, std in zip(
         out, np.moveaxis(values, 2, 0), channels, *colours(len(channels)), strict=True
@@ -44,14 +45,13 @@ def levels(values: NDArray[Any], channels: "Sequence[Channel]") -> NDArray[np.ui
 
 
 def read_channels(data: bytes | memoryview, channels: int | None = None) -> NDArray[Any]:
-    """Return the values (H, W, N) of an image as they are in its file. Raises BadImage, also where N is not the number
-    of `channels`."""
+    """Return the values (H, W, N) of an image as they are in its file. Raises BadImage, also if N is not `channels`."""
     with decoding():
         return read_values(data, channels)
 
 
 def read_values(data: bytes | memoryview, channels: int | None = None) -> NDArray[Any]:
-    """Return the values as `read_channels` does. Raises BadImage, and whatever decoders do."""
+    """Return the values as `read_channels` does. Raises BadImage, and the errors of decoders."""
     values = _values(data, channels)
     if channels and values.shape[2] != channels:
         raise BadImage(f"{values.shape[2]} channel{'s' * (values.shape[2] > 1)}, expected {channels}")

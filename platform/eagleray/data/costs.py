@@ -1,8 +1,8 @@
-"""Predicts from its header what an image takes to decode, and refuses what its bytes do not account for.
+"""Predicts from an image's header what decoding takes, and refuses images that take too much for the size of their
+files.
 
-A limit of pixels alone lets 34 bytes of WebP take 2.7 GiB. Photographs have a byte for every fifty pixels at least, so
-an image may take an amount that any machine has, and more in proportion to its bytes.
-"""
+Under a limit of pixels alone, 34 bytes of WebP could take 2.7 GiB. Photographs have at least one byte per fifty pixels.
+So an image may take an amount of memory that any machine has, and more in proportion to its bytes."""
 
 import re
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from itertools import islice
 
 from PIL import Image
 
-MAX_PIXELS = 178_956_970  # PIL's own limit against decompression bombs
-FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take, and those for each byte of its file
-# Bytes of memory for each pixel, measured with images of one colour: Pillow's own pixels, ours, those of the library.
+MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+FREE, PER_BYTE = 2**28, 2**10  # bytes of memory for any image; further bytes for each byte of its file
+# Bytes of memory per pixel, measured with images of one colour: the pixels of Pillow, of eagleray and of the library.
 MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
-USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # others, a JPEG, and a coefficient of several scans
-# Encoders write about ten scans. Each may take 31 bytes, and as much time to decode as the whole image.
+USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # bytes per pixel of others and of JPEG; per coefficient, with several scans
+# Encoders write about ten scans. A scan may have only 31 bytes, and take as long to decode as the whole image.
 MAX_SCANS = 100
-FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE of them more for each byte
-MAX_WORK = 24 * MAX_PIXELS  # eighteen scans of four colours have fewer
-SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, which take half a microsecond for each value
-MAX_SLOW = 2**25  # values
-MAX_SEGMENTS = 2**14  # the most segments of a JPEG's header
+FREE_WORK = 2**29  # values in the scans of any JPEG, about two seconds; PER_BYTE more for each byte
+MAX_WORK = 24 * MAX_PIXELS  # values in the scans of any JPEG at most: more than eighteen scans of four colours
+SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, at half a microsecond per value
+MAX_SLOW = 2**25  # most values that these decoders may have to decode
+MAX_SEGMENTS = 2**14  # most segments in a JPEG's header
 
-JPEG = b"\xff\xd8"  # the first bytes of such a file
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # within compressed data only 0 and restarts follow 255
-FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # the first kind of a frame header, and the kinds of those markers
+JPEG = b"\xff\xd8"  # first bytes of a JPEG
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed data, only 0 and restart markers follow 255
+FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # second byte of the first frame header, of the end and of a scan
 PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
-SCANS = re.compile(rb"\xff\xda")  # is searched for in 0.4 of the time of bytes.count
+SCANS = re.compile(rb"\xff\xda")  # regular expression, as it takes 0.4 of the time of bytes.count
 Data = bytes | memoryview
 
 
@@ -36,19 +36,19 @@ class BadImage(ValueError):
 
 
 def check_pixels(width: int, height: int) -> None:
-    """Raise BadImage for more pixels than any image may have."""
+    """Raise BadImage for more than MAX_PIXELS pixels."""
     if width * height > MAX_PIXELS:
         raise BadImage(f"{width} x {height} pixels, more than {MAX_PIXELS}")
 
 
 def check_memory(what: str, need: int, size: int) -> None:
-    """Raise BadImage if an image that takes `need` bytes of memory is in a file of far fewer bytes."""
+    """Raise BadImage if decoding an image takes `need` bytes of memory, too many for a file of `size` bytes."""
     if need > (most := FREE + PER_BYTE * size):
         raise BadImage(f"{what} in {size} bytes would take {need >> 20} MiB to decode, more than {most >> 20} MiB")
 
 
 def check_webp(data: Data) -> None:
-    """Raise BadImage for a WebP that is too large: libwebp asks for the memory of its pixels when it is opened."""
+    """Raise BadImage for a WebP that is too large: libwebp allocates its pixels already when the file is opened."""
     if bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WEBP" and len(data) >= 30:
         kind, bits = bytes(data[12:16]), int.from_bytes(data[21:25], "little")
         if kind == b"VP8X":
@@ -61,8 +61,8 @@ def check_webp(data: Data) -> None:
 
 
 def check_image(image: Image.Image, size: int) -> None:
-    """Raise BadImage for an image, of which only the header was read, that takes too much memory or time for its `size`
-    in bytes."""
+    """Raise BadImage for an image, opened but not decoded, that takes too much memory or time for its `size` in
+    bytes."""
     _check(*image.size, MEMORY.get(image.format or "", USUAL), size)
     if any(part[0] in SLOW for part in getattr(image, "tile", ())):
         values = min(image.width * image.height * len(image.getbands()), size)
@@ -80,7 +80,7 @@ def check_jpeg(data: Data) -> tuple[int, int, int]:
     height, width, channels = jpeg_size(data)
     check_pixels(width, height)
     pixels, seeming = height * width, sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
-    most = pixels * channels  # values; nearly all images are small enough to know no more
+    most = pixels * channels  # values; nearly all images are small enough, so that no more has to be known
     if seeming > MAX_SCANS or seeming * most > FREE_WORK or OF_JPEG * pixels + COEFFICIENT * most > FREE:
         _check_scans(data, f"{width} x {height} pixels", pixels)
     return height, width, channels
@@ -98,9 +98,8 @@ def _check_scans(data: Data, what: str, pixels: int) -> None:
 
 
 def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
-    """Return the number of a JPEG's scans, and how many values they have for each pixel, of which a component has those
-    of `parts`. Bytes that only look like a scan are in thumbnails and, behind the end of the image, in the videos that
-    phones put there."""
+    """Return the number of a JPEG's scans, and their values per pixel. `parts` has the values per pixel of each
+    component. Bytes that look like a scan in thumbnails, or in videos that phones append to the image, are skipped."""
     scans, values, found = 0, 0.0, MARKER.search(data, 2)
     while found and (kind := data[found.end() - 1]) != END:
         at = found.end()
@@ -108,7 +107,7 @@ def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
             scans += 1
             values += sum(parts.get(component, 1) for component in data[at + 3 : at + 3 + 2 * min(data[at + 2], 4) : 2])
         length = int.from_bytes(data[at : at + 2])
-        # What is below the first frame header has no length for libjpeg where it looks for the next restart.
+        # libjpeg looks for the next restart after a marker below the first frame header, so that has no length.
         found = MARKER.search(data, at + (length if kind >= FRAME else 0))
     return scans, values
 
@@ -120,8 +119,8 @@ def jpeg_size(data: Data) -> tuple[int, int, int]:
 
 
 def _frame(data: Data) -> tuple[int, list[tuple[int, float]]]:
-    """Return the kind of a JPEG's frame, and its channels: the number of each, which damaged files use twice, and how
-    many values it has for each pixel, as those of colours may be fewer than one. Raises BadImage."""
+    """Return the kind of a JPEG's frame, and for each channel its number, which damaged files use twice, and its values
+    per pixel, which are fewer than one if colour is subsampled. Raises BadImage."""
     at = _frame_at(data)
     fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
     factors = [(both >> 4) * (both & 15) for both in fields[1::3]]
@@ -129,7 +128,7 @@ def _frame(data: Data) -> tuple[int, list[tuple[int, float]]]:
 
 
 def _frame_at(data: Data) -> int:
-    """Return where a JPEG's frame header begins. Raises BadImage when there is none."""
+    """Return the offset of a JPEG's frame header. Raises BadImage when there is none."""
     for kind, at in jpeg_segments(data):
         if is_frame(kind):
             return at
@@ -142,7 +141,7 @@ def is_frame(kind: int) -> bool:
 
 
 def jpeg_segments(data: Data) -> Iterator[tuple[int, int]]:
-    """Yield the kind and the place of each segment of a JPEG's header. Raises BadImage where the header is damaged."""
+    """Yield the kind and the offset of each segment of a JPEG's header. Raises BadImage where the header is damaged."""
     at = 2
     for _ in range(MAX_SEGMENTS):
         if at + 9 >= len(data):
@@ -150,15 +149,15 @@ def jpeg_segments(data: Data) -> Iterator[tuple[int, int]]:
         if data[at] != 0xFF:
             raise BadImage("damaged JPEG header")
         kind = data[at + 1]
-        if kind == 0xFF:  # a fill byte
+        if kind == 0xFF:  # fill byte
             at += 1
             continue
-        if kind == 0x01 or 0xD0 <= kind <= 0xD7:  # markers without a length, which libjpeg passes over
+        if kind == 0x01 or 0xD0 <= kind <= 0xD7:  # markers without a length, which libjpeg skips
             at += 2
             continue
         yield kind, at
         length = int.from_bytes(data[at + 2 : at + 4])
-        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length behind 0, either
+        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length after 0, either
             raise BadImage("damaged JPEG header")
         at += 2 + length
     raise BadImage(f"a JPEG with more than {MAX_SEGMENTS} segments in its header")

@@ -1,8 +1,7 @@
-"""Decodes image files, JPEG with simplejpeg and all other formats with PIL, by content and not by file name.
+"""Decodes image files, JPEG with simplejpeg and all other formats with Pillow. The content decides, not the file name.
 
-torchvision decodes a JPEG that simplejpeg finds something wrong with, and all where simplejpeg is missing. Where
-torchvision has no decoder any more, PIL does. The pixels are the same.
-"""
+torchvision decodes a JPEG in which simplejpeg finds an error, and every JPEG if simplejpeg is missing. If torchvision
+has no JPEG decoder, Pillow decodes. The pixels are the same."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,23 +17,23 @@ from eagleray.data.pixels import decoding, open_upright
 
 try:
     import simplejpeg
-except ImportError:  # the environment of a model in MLflow lacks it
+except ImportError:  # as in the environment of a model in MLflow
     simplejpeg = None
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:  # it is deprecated
+except ImportError:  # as torchvision has deprecated it
     decode_jpeg = None
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which has no other files of eagleray
+if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
     from eagleray.config.channels import Channel
 
 EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
 def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tensor:
-    """Decode an image file into an upright uint8 RGB tensor (3, H, W), or with N `channels` into their levels
-    (N, H, W). Raises BadImage."""
+    """Decode an image file into an upright uint8 RGB tensor (3, H, W) or, with `channels`, into their levels (N, H, W).
+    Raises BadImage."""
     with decoding():
         if channels:
             from eagleray.data.channels import decode_channels
@@ -44,16 +43,16 @@ def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tens
 
 
 def _jpeg(data: bytes | memoryview) -> Tensor:
-    if check_jpeg(data)[2] == 4:  # only PIL decodes Adobe's inverted CMYK
+    if check_jpeg(data)[2] == 4:  # only Pillow decodes Adobe's inverted CMYK
         return _other(data)
     if simplejpeg:
-        with suppress(ValueError):  # others only warn about such a file, and take or refuse it
+        with suppress(ValueError):  # as other decoders only warn about such a file, or refuse it themselves
             pixels = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB"))
             return upright(pixels.permute(2, 0, 1), orientation(data))
     if decode_jpeg is None:
         return _other(data)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
+        warnings.simplefilter("ignore")  # PyTorch warns that the bytes are read-only, but nobody writes to them
         view = torch.frombuffer(data, dtype=torch.uint8)
     return decode_jpeg(view, ImageReadMode.RGB, apply_exif_orientation=True)
 
@@ -63,7 +62,8 @@ def _other(data: bytes | memoryview) -> Tensor:
 
 
 def orientation(data: bytes | memoryview) -> int:
-    """Return how a JPEG's camera was held, 1 to 8 as EXIF counts them; 1 where it does not say. Raises BadImage."""
+    """Return a JPEG's EXIF orientation, 1 to 8; 1 where it is missing or invalid. Raises BadImage for a damaged
+    header."""
     for kind, at in jpeg_segments(data):
         if is_frame(kind):
             break
@@ -71,17 +71,17 @@ def orientation(data: bytes | memoryview) -> int:
             exif = Image.Exif()
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # PIL warns about damaged tags
+                    warnings.simplefilter("ignore")  # Pillow warns about damaged tags
                     exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
                     found = int(exif.get(ORIENTATION, 1))
-            except Exception:  # whatever a damaged table of tags leads to
+            except Exception:  # any that a damaged table of tags causes
                 return 1
             return found if 1 <= found <= 8 else 1
     return 1
 
 
 def upright(image: Tensor, turned: int) -> Tensor:
-    """Turn or mirror an image (3, H, W) by its EXIF orientation."""
+    """Return an image (3, H, W) turned or mirrored by its EXIF orientation, `turned`."""
     if turned > 4:
         image = image.mT
     flips = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}.get(turned)

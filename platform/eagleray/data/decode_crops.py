@@ -1,8 +1,7 @@
-"""Decodes an image and places its crops; on request decodes a large JPEG at 1/2, 1/4 or 1/8 of its size.
+"""Decodes an image and draws the boxes of its crops. On request it decodes a large JPEG at 1/2, 1/4 or 1/8 of its size.
 
-A JPEG is stored in blocks of 8 x 8 pixels, of which a decoder can compute 4 x 4, 2 x 2 or 1 at once. That takes a
-fraction of the time, and where every crop is reduced further the views hardly differ.
-"""
+JPEG stores blocks of 8 x 8 pixels. A decoder can compute 4 x 4, 2 x 2 or 1 pixel of each in a fraction of the time. The
+views hardly differ where every crop is reduced further."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -24,8 +23,7 @@ FACTORS = (8, 4, 2)
 
 
 def check_scaled(channels: Sequence[Channel]) -> None:
-    """Raises UserError when the package is missing that decodes JPEGs at a part of their size, and for images of other
-    channels than red, green and blue."""
+    """Raises UserError for images with `channels`, and without simplejpeg, which decodes JPEGs at a reduced size."""
     if channels:
         raise UserError("decode=scaled: is for JPEGs in red, green and blue; use decode=full with channels")
     if find_spec("simplejpeg") is None:
@@ -42,8 +40,8 @@ def decode_boxes(
 ) -> tuple[Tensor, Boxes]:
     """Return the decoded image (3, H, W), or (N, H, W) with N `channels`, and the boxes of its crops in its pixels.
 
-    With `scaled` a JPEG is decoded at a half, a quarter or an eighth of its size where all its crops are at least so
-    many times as large as their views. Raises BadImage."""
+    With `scaled`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where all its crops are at least 2, 4 or 8 times as
+    large as their views. Raises BadImage."""
 
     def boxes(height: int, width: int) -> Boxes:
         return sampling.crops(views, u, height, width)
@@ -56,14 +54,14 @@ def decode_boxes(
 
 
 def factor(boxes: Boxes, sizes: NDArray[np.int64]) -> int:
-    """Return by how much an image may be reduced, 8, 4, 2 or 1, so that no crop is enlarged to its view's size (V,)."""
+    """Return the largest factor of 8, 4, 2 and 1 by which the image may shrink with no crop smaller than its view."""
     least = (boxes[:, 2:] // sizes[:, None]).min()
     return next((f for f in FACTORS if f <= least), 1)
 
 
 def reduced(boxes: Boxes, by: int) -> Boxes:
-    """Return the boxes in the pixels of the reduced image. Both ends are rounded alike, so that a box of n times `by`
-    pixels has n at least."""
+    """Return the boxes in the pixels of the reduced image. Both ends are rounded alike, so a side of n * `by` pixels
+    becomes at least n pixels."""
     first, last = (boxes[:, :2] + by // 2) // by, (boxes[:, :2] + boxes[:, 2:] + by // 2) // by
     return np.concatenate([first, last - first], 1)
 
@@ -71,12 +69,12 @@ def reduced(boxes: Boxes, by: int) -> Boxes:
 def _reduced(
     data: bytes | memoryview, boxes: Callable[[int, int], Boxes], sizes: NDArray[np.int64]
 ) -> tuple[Tensor, Boxes] | None:
-    """Return a reduced image (3, h, w) and the boxes of its crops; None for an image that must be decoded as a whole,
-    or that the decoder finds something wrong with, which `decode` then judges as it always does. Raises BadImage."""
+    """Return a reduced image (3, h, w) and the boxes of its crops, or None if the image must be decoded in full, or the
+    decoder reports an error, so that `decode` judges the image. Raises BadImage."""
     import simplejpeg
 
     height, width, channels = jpeg_size(data)
-    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # a view would be enlarged
+    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # as a view would be enlarged
         return None
     check_jpeg(data)
     turned = orientation(data)

@@ -1,4 +1,4 @@
-"""Computes short digests of data, by which equal data is recognised."""
+"""Computes short digests by which equal data is recognised."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ LENGTH = 16  # hexadecimal digits
 
 
 def shard_digests(index: Index) -> dict[str, list[str]]:
-    """Return what tells whether the samples of each shard and their order are the same, by the shard's name."""
+    """Return digests of each shard by its name. They tell whether the shard has the same samples in the same order."""
     cuts = zip(index.first[:-1].tolist(), index.first[1:].tolist(), strict=True)
     return {
         blob.url.rpartition("/")[2]: [f"{blob.size} {blob.tag}", _short(index.crc[first:last])]
@@ -21,8 +21,8 @@ def shard_digests(index: Index) -> dict[str, list[str]]:
 
 
 def same_samples(index: Index, shard: int, digests: list[str]) -> bool:
-    """Return whether a shard has the samples in the order of its digests. Rows of the index are read only where the
-    file is another one, as a copy in another store is."""
+    """Return whether a shard has the same samples in the same order as the one with these digests. The index's rows are
+    read only if the file's size or tag differs, as those of a copy in another store do."""
     blob = index.shards[shard]
     return digests[0] == f"{blob.size} {blob.tag}" or digests[1] == _short(
         index.column(shard, ["crc"])["crc"].to_numpy()
@@ -34,7 +34,7 @@ def _short(crc: NDArray[np.uint32]) -> str:
 
 
 def data_digest(index: Index, samples: NDArray[np.int64]) -> str:
-    """Return the digest of the images and labels of these samples; the folder of the shards does not change it."""
+    """Return a digest of the images and labels of these samples. It does not depend on the folder of the shards."""
     total = hashlib.sha256(json.dumps([(b.url.rpartition("/")[2], b.size, b.tag) for b in index.shards]).encode())
     total.update(samples.tobytes())
     total.update(index.crc[samples].tobytes())

@@ -1,8 +1,7 @@
-"""Evaluates expressions of SQL about samples with DuckDB, which can read no files meanwhile.
+"""Evaluates SQL expressions about samples with DuckDB, which is kept from reading files.
 
-A run that continues evaluates them anew. So a function that may give another value then, as random() does, is refused.
-An expression has a limit of time and of memory, as those of SQL can go on without an end.
-"""
+A run that continues evaluates them again. So functions that may give another value then, such as random(), are refused.
+Time and memory are limited, as SQL expressions can go on endlessly."""
 
 import functools
 import json
@@ -21,13 +20,13 @@ from eagleray.base.threads import begin
 from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
 
-WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # why a sample is read, or not
-CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written as columns are
-SHOWN = 200  # characters of an expression in an error
-LIMIT = 60.0  # seconds for the values of an expression
-MEMORY = 4 * 2**30  # bytes for them
-GRACE = 5.0  # seconds that DuckDB has to end what it was doing
-LOOK = 0.05  # seconds between two looks at the time and the memory
+WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # reasons why a sample is read, or not
+CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written without ()
+SHOWN = 200  # most characters of an expression that an error quotes
+LIMIT = 60.0  # seconds to evaluate one expression
+MEMORY = 4 * 2**30  # bytes to evaluate one expression
+GRACE = 5.0  # seconds that an interrupted DuckDB has to end
+LOOK = 0.05  # seconds between checks of the time and the memory
 CONSTANT_TABLES = ("unnest", "range", "generate_series", "json_each", "json_tree")
 UNSTABLE = f"""
     SELECT DISTINCT function_name FROM duckdb_functions()
@@ -41,9 +40,9 @@ UNSTABLE = f"""
 def evaluate(
     table: pa.Table, kept: NDArray[np.bool_], source: Source, there: str, key: str
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """Return the weights (n,) of rows by the expressions of a source, 0 of those that are not `kept` (n,), and for each
-    row the position in WHY of the reason. Raises UserError for an expression that is wrong; `there` says which names it
-    may use."""
+    """Return the weights (n,) of rows by a source's `where` and `weight`, 0 for rows that are not `kept` (n,), and for
+    each row the position of its reason in WHY. Raises UserError for a wrong expression. `there` lists the names to
+    use."""
     where, weight = (
         f"{key}{k}: {shown(text or '')}" for k, text in (("where", source.where), ("weight", source.weight))
     )
@@ -63,18 +62,18 @@ def evaluate(
         if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
             raise UserError(f"{weight}: expected numbers, got {found.type}")
         out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
-        check_weights(np.append(out, 1), weight)  # whether any are left is checked for all shards together
+        check_weights(np.append(out, 1), weight)  # that not all are 0 is checked for all shards together
         why[kept & (out == 0)] = WHY.index("weight is 0")
     return out, why
 
 
 def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedArray:
-    """Return the values of an expression for every row."""
+    """Return the values of an expression for every row. Raises UserError when it is invalid, or may change later."""
     import duckdb
 
-    if any("\ud800" <= c <= "\udfff" for c in expression):  # half a character of UTF-16
+    if any("\ud800" <= c <= "\udfff" for c in expression):  # half of a character in UTF-16
         raise UserError(f"{name}: has half of a character")
-    # It is not closed here: it ends with its last user, which may be a thread that does not stop.
+    # The connection is not closed: it ends with its last user, which may be a thread that does not stop.
     connection = duckdb.connect(":memory:", config={"threads": 1, "memory_limit": f"{MEMORY // 2**20}MiB"})
     connection.register("samples", table)
     for setting in ("temp_directory=''", "enable_external_access=false", "lock_configuration=true"):
@@ -100,22 +99,22 @@ def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedA
 
 
 def shown(text: str) -> str:
-    """Return the beginning of a text in one line, as an error shows it."""
+    """Return the beginning of a text, on one line, for an error message."""
     return " ".join(text.split())[:SHOWN].encode(errors="backslashreplace").decode()
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of DuckDB's."""
+    """Return the first line of the message of an error of DuckDB."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def within_limits(connection: Any, sql: str, name: str) -> pa.Table:
     """Return the result of a statement. Raises UserError, beginning with `name`, when it takes more than LIMIT seconds
-    or MEMORY bytes, and what DuckDB raises."""
+    or MEMORY bytes. Errors of DuckDB are raised as they are."""
     memory, began = psutil.Process(), time.monotonic()
     before, over = memory.memory_info().rss, ""
-    # In a thread, which cannot keep this one from going on: DuckDB looks only between two blocks of rows whether it
-    # was interrupted, and does not count all of its memory.
+    # It runs in a thread, so that this one can go on without it. DuckDB notices an interruption only between blocks of
+    # rows, and its memory limit does not count all of its memory.
     found = begin(lambda: connection.sql(sql).to_arrow_table(), "expression")
     while not over and not found.done():
         wait([found], LOOK)
@@ -131,16 +130,16 @@ def within_limits(connection: Any, sql: str, name: str) -> pa.Table:
 
 
 def one_expression(connection: Any, expression: str, name: str) -> Any:
-    """Return the tree of an expression. Raises UserError, beginning with `name`, when the text is not exactly one
+    """Return the syntax tree of an expression. Raises UserError, beginning with `name`, unless the text is exactly one
     expression, and RecursionError for a very deep one.
 
-    It is read as the one element of a list: a text that closes the bracket, adds a statement or a second value makes
-    another tree of all that is around it."""
+    It is parsed as the only element of a list. A text that closes the bracket or adds a statement or a second value
+    changes the tree around the element."""
     import duckdb
 
     sql = f"SELECT [\n{expression}\n] AS value FROM samples"
     try:
-        # This raises errors in DuckDB's own words.
+        # For invalid SQL, this raises errors in DuckDB's own words.
         connection.extract_statements(f"SELECT (\n{expression}\n) AS value FROM samples")
         found, plain = (parsed(connection, text) for text in (sql, "SELECT [\n0\n] AS value FROM samples"))
     except duckdb.Error as e:
@@ -153,8 +152,8 @@ def one_expression(connection: Any, expression: str, name: str) -> Any:
 
 
 def _take_elements(tree: Any) -> list[Any]:
-    """Remove the elements of the only list that a statement selects from its tree, as well as the places in the text,
-    and return the elements. None for a statement of another form."""
+    """Return the elements of the only list that a statement selects. They are removed from its tree, and so are all
+    positions in the text. Statements of another form have no elements."""
     statements = tree.get("statements") or [{}]
     selected = statements[0].get("node", {}).get("select_list") or [{}]
     elements: list[Any] = next((selected[0].pop(key) for key in ("arguments", "children") if key in selected[0]), [])
@@ -166,7 +165,7 @@ def _take_elements(tree: Any) -> list[Any]:
 
 @functools.cache
 def unstable() -> frozenset[str]:
-    """Return the names of DuckDB's functions that may give another value when they are called again."""
+    """Return the names of DuckDB's functions that may give another value at the next call."""
     import duckdb
 
     with duckdb.connect(":memory:") as connection:
@@ -174,21 +173,20 @@ def unstable() -> frozenset[str]:
 
 
 def parsed(connection: Any, sql: str) -> Any:
-    """Return the tree of a statement, without parts of one that DuckDB does not understand. Raises RecursionError."""
+    """Return the syntax tree of a statement, incomplete if DuckDB does not understand it. Raises RecursionError."""
     ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
     return json.loads(text)
 
 
 def looks_at_others(parts: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the value of an expression for a row of `samples` depends on other rows, by a window or by a
-    subquery. Only some of all are in the table, and DuckDB gives the values of a window in another order than that of
-    the rows."""
+    """Return whether an expression's value for a row of `samples` depends on other rows, by a window or a subquery. The
+    table has only some of all rows, and DuckDB returns the values of windows in another order."""
     tables = {part["table_name"].lower() for part in parts if part.get("table_name")}
     return "samples" in tables or any(part.get("class") == "WINDOW" for part in parts)
 
 
 def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> list[str]:
-    """Return what may give another value when a statement about these columns is run again."""
+    """Return the parts that may give another value when a statement about these columns is run again."""
     found = []
     for part in parts:
         name = part.get("function_name", "")
@@ -204,7 +202,7 @@ def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> lis
 
 
 def parts_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all mappings in a tree of JSON."""
+    """Yield all mappings in a tree of JSON values."""
     if isinstance(tree, dict):
         yield tree
     for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():

@@ -1,4 +1,4 @@
-"""Opens the index of a folder of images, here or in a store, in which its parts are shards."""
+"""Opens the index of a folder of images, local or in a store. The index has parts of the folder as shards."""
 
 import contextlib
 import itertools
@@ -21,14 +21,13 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
 Scan = Callable[[Iterable[Images]], Iterable[tuple[Images, list[Read]]]]
-MUCH = 2**30  # bytes, which take so long to read that it is said
+MUCH = 2**30  # bytes of images, above which reading them again is announced
 
 
 def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tick | None, scan_all: Scan) -> ShardFiles:
     """Return the parts of a folder of images as shards, each with the index file that has its rows.
 
-    New images are indexed. Raises UserError when an indexed image is gone or has changed.
-    """
+    New images are indexed. Raises UserError when an indexed image is gone or has changed."""
     beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
     places = [place for place in (beside, aside) if place]
     with image_list(folder, note) as images:
@@ -52,7 +51,7 @@ def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tic
 
 
 def _parts(folder: str, known: Mapping[str, File]) -> ShardFiles:
-    """Return what an index says of the parts of a folder."""
+    """Return the parts of a folder as its index describes them."""
     names = sorted(filter(image_folder.is_part, known))
     entries = [known[name].entry(name) for name in names]
     return [(Blob(f"{folder}/{entry.name}", entry.size, entry.tag), known[entry.name]) for entry in entries]
@@ -63,7 +62,7 @@ def _entries(known: ShardFiles) -> Iterator[Any]:
 
 
 def _is_known(folder: str, images: ImageList, known: ShardFiles) -> bool:
-    """Return whether all images are those of the index, by their stamps alone."""
+    """Return whether the folder has exactly the indexed images, by their stamps alone."""
     return images.stamp.fits(next(_entries(known)).stamp) or (
         store.folder_of(folder) is not None
         and short(images.stamp, *(blob.tag for blob, _ in known)) in Verified(folder)
@@ -83,8 +82,8 @@ def _changed(folder: str, path: str, how: str) -> UserError:
 
 
 def _check_doubtful(folder: str, images: ImageList, scan_all: Scan, note: Note) -> None:
-    """Read those images again whose times or versions are not those at which they were found to be as in the index.
-    Raises UserError, which names the first that has changed."""
+    """Read those images again whose times or versions differ from those at which they were last found unchanged. Raises
+    UserError with the name of the first that has changed."""
     here = store.folder_of(folder) is not None
     verified = Verified(folder if here else None)
 
@@ -109,7 +108,7 @@ def _mark_of(image: Read) -> int:
 def _index(
     folder: str, images: ImageList, places: list[str], scan_all: Scan, note: Note, tick: Tick | None, again: bool
 ) -> ShardFiles:
-    """Read the images of which no checksum is known, and write the index anew."""
+    """Read the images without a known checksum, and write the whole index."""
     if images.has_new:
         others = f"; not read: {image_folder.said(images.others)}" if images.others else ""
         note(f"indexing {images.count} images of {folder}{others}")
@@ -131,14 +130,14 @@ def _index(
 
     try:
         index_file.save(tables(), places, {names[0]: images.stamp})
-    finally:  # this machine remembers even if no index can be written
+    finally:  # this machine remembers the images even if no index can be written
         if here:
             Verified(folder).add(marks | {short(images.stamp, *tags)})
     return _parts(folder, load_both(places[0], places[1] if places[1:] else None, again))
 
 
 def _table(rows: list[Read], labels: Mapping[str, int], here: bool) -> pa.Table:
-    """Return the rows of a part, whose usable images follow each other."""
+    """Return the rows of a part. The offsets of its usable images follow each other without gaps."""
     usable = np.array([row.reason is None for row in rows], dtype=bool)
     sizes = np.array([row.size for row in rows], dtype=np.int64)
     columns: dict[str, Any] = {

@@ -1,8 +1,7 @@
-"""Lists and reads a folder of images, here or in a store, as if its files, one after the other, were one shard.
+"""Lists and reads a folder of images, local or in a store, as if it were one shard with its files one after the other.
 
 The files are ordered by a hash of their paths. Neighbours are read together, and in the order of names most neighbours
-would be of one class. Many are divided into parts, by that order, so that nobody has all rows in memory.
-"""
+would be of one class. Large folders are divided into parts in that order, so that no process has all rows in memory."""
 
 import itertools
 import os
@@ -29,25 +28,25 @@ from eagleray.storage.retry import PATIENCE
 from eagleray.storage.shard_names import is_shard
 from eagleray.storage.wide_walk import WHOLE, Disordered, Names, wide_walk
 
-NAME = "."  # the folder's own name as a shard of its index; those of its parts begin with it
+NAME = "."  # name, as a shard, of a whole folder, and beginning of the names of a folder's parts
 PARTS = re.compile(r"\.[0-9]*")
 INDEX = "index.parquet"
-SHARD = ".tar shards"  # the kind that shards beside images are counted as
-SURROGATE = re.compile("[\ud800-\udfff]")  # a name that has one cannot be written as UTF-8
-KINDS = 5  # extensions of unread files that are named
-PAGE = 1000  # files that are looked at together, as many as S3 lists at once
+SHARD = ".tar shards"  # the kind under which .tar shards beside images are counted
+SURROGATE = re.compile("[\ud800-\udfff]")  # lone surrogates: a name with one cannot be written as UTF-8
+KINDS = 5  # most extensions of unread files that a message names
+PAGE = 1000  # files handled together, as many as S3 returns per listing request
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def said(others: Counter[str]) -> str:
-    """Say how many files there are of each extension; an empty string if there are none."""
+    """Return text with the number of files of each extension, the most frequent first; empty if there are none."""
     kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))
     more = sum(n for _, n in kinds[KINDS:])
     return ", ".join([f"{n} {_named(kind)}" for kind, n in kinds[:KINDS]] + [f"{more} more"] * bool(more))
 
 
 def extension(path: str) -> str:
-    """Return the extension of a file that is not read, as a message names it."""
+    """Return the extension of an unread file as messages name it."""
     return readable(os.path.splitext(path)[1].lower()[:20]) or "without extension"
 
 
@@ -61,7 +60,7 @@ def is_part(name: str) -> bool:
 
 
 def part_names(count: int) -> list[str]:
-    """Return the names of the parts that a folder is divided into, in their order."""
+    """Return the names of the `count` parts of a folder, in their order."""
     return [NAME] if count == 1 else [f"{NAME}{number:06d}" for number in range(count)]
 
 
@@ -71,18 +70,18 @@ def is_folder_blob(blob: Blob) -> bool:
 
 
 def address(blob: Blob) -> str:
-    """Return the address that messages show for a shard: its URL or, for a folder of images, the folder."""
+    """Return the address that messages show for a shard: its URL or, for a folder of images, that of the folder."""
     return store.parent(blob.url) if is_folder_blob(blob) else blob.url
 
 
 def whole(blob: Blob) -> Blob:
-    """Return the shard that stands for all parts of a folder of images; any other shard for itself."""
+    """Return the shard that stands for all parts of a folder of images. Any other shard is returned as it is."""
     return Blob(f"{address(blob)}/{NAME}", 0) if is_folder_blob(blob) else blob
 
 
 def holds_images(folder: str) -> bool:
-    """Return whether this is a folder with images in it or below it, and without tars. Of the files directly in a
-    folder of a store no more than the first page is looked at where one of these is an image."""
+    """Return whether a folder has images in it or below it, and no tars directly in it. In a store, only the first page
+    of the files directly in it is looked at if that has an image."""
     root = store.folder_of(folder)
     if root is None:
         return store.store(folder).lists and _holds_images_there(folder)
@@ -94,7 +93,7 @@ def holds_images(folder: str) -> bool:
 
 
 def images_below(root: Path) -> Iterator[str]:
-    """Yield the relative paths of the images in a local folder and below it, in no order."""
+    """Yield the paths of the images in a local folder and below it, relative to the folder and in no order."""
     return filter(_is_image, files_below(root, hidden=False))
 
 
@@ -110,10 +109,10 @@ def _holds_images_there(folder: str) -> bool:
 
 
 def list_images(folder: str, images: ImageList, note: Callable[[str], None] = lambda _: None) -> None:
-    """List the images in a folder and in all folders below it. A listing of a store that was killed goes on; `note` is
-    told of a long one.
+    """List the images in a folder and in all folders below it. In a store, a listing that was killed is continued, and
+    `note` is told of the progress of a long one.
 
-    Raises UserError when a folder cannot be listed, and when there are shards directly in one of a store."""
+    Raises UserError when a folder cannot be listed, and when shards lie directly in a store's folder beside images."""
     if store.folder_of(folder):
         _list_here(folder, images)
     else:
@@ -135,7 +134,7 @@ def _list_here(folder: str, images: ImageList) -> None:
                 status = os.stat(root / path)
                 found.append(Found(path, status.st_size, Stamp.of(status)))
                 newest = max(newest, found[-1].stamp, key=lambda stamp: stamp.changed)
-            except OSError:  # a broken link, or a file that went away meanwhile
+            except OSError:  # a broken link, or a file that has vanished meanwhile
                 others.append("gone or a broken link")
         images.add(found, others, [WHOLE])
     images.add((), (), ())
@@ -152,7 +151,7 @@ def _list_there(folder: str, images: ImageList, note: Callable[[str], None]) -> 
 
 
 def _list_spans(root: str, images: ImageList, left: Sequence[Names], note: Callable[[str], None]) -> None:
-    count, began, wait = 0, time.monotonic(), 2.0  # seconds until the next line, which grow by half
+    count, began, wait = 0, time.monotonic(), 2.0  # seconds after which the next line is printed
     for blobs, rest in wide_walk(root, left):
         count, seconds = count + len(blobs), time.monotonic() - began
         if seconds > wait:
@@ -171,14 +170,14 @@ def _list_spans(root: str, images: ImageList, left: Sequence[Names], note: Calla
 
 
 class Images(NamedTuple):
-    """Some images of a folder, which are read to index them."""
+    """Some images of a folder that are read to index them."""
 
-    url: str  # the folder
+    url: str  # URL of the folder
     images: tuple[Read, ...]
 
     def read(self) -> list[Read]:
-        """Return them with their checksums, or with why they cannot be used. Only a part of a file is in memory at a
-        time. Raises UserError and Outage for what a store refuses."""
+        """Return the images with their checksums, or with the reasons why they cannot be used. Only a part of a file is
+        in memory at a time. Raises UserError and Outage for failures of the store."""
         return list(ordered_map(self._read, self.images))
 
     def _read(self, image: Read) -> Read:
@@ -187,27 +186,26 @@ class Images(NamedTuple):
 
 
 def class_labels(tops: Iterable[str]) -> dict[str, int]:
-    """Return a class number for each folder directly below the listed one, of which an empty name stands for itself.
+    """Return a class number for each name in `tops`, folders directly below the listed one. An empty name stands for
+    the listed folder itself.
 
-    Nothing is returned if there is only one such folder, or if an image lies in none of them.
-    """
+    No classes are returned if there is only one such folder, or if an image lies in none of them."""
     names = sorted(tops)
     return {top: number for number, top in enumerate(names)} if "" not in names and len(names) > 1 else {}
 
 
 def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float, each: Each) -> memoryview:
-    """Return the bytes of some files, one after the other; `paths` are texts of an index, and `each` maps a function
-    over them, with several calls at once.
+    """Return the bytes of some files, joined. `paths` are texts of an index. `each` maps a function over several files,
+    concurrently.
 
-    A file that is gone or has become too short is filled with zeros. Their checksum is wrong, so the file counts as a
-    broken sample and does not stop the run.
-    """
+    A file that is gone or has become too short is filled with zeros. Its checksum is wrong then, so it counts as a
+    broken sample and does not stop the run."""
     data = new_buffer(sum(sizes))
     places = zip(map(from_text, paths), itertools.accumulate(sizes, initial=0), sizes, strict=False)
 
     def read(place: tuple[str, int, int]) -> None:
         path, at, size = place
-        if ".." in path.split("/") or "\0" in path:  # an index of a stranger
+        if ".." in path.split("/") or "\0" in path:  # as a stranger's index could have
             raise UserError(f"{folder}: its index has an image outside of the folder: {readable(path)}")
         try:
             data[at : at + size] = _bytes(f"{folder}/{path}", 0, size, size, patience)
@@ -220,11 +218,11 @@ def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience
 
 
 class Unusable(Exception):
-    """The reason why a file cannot be read, which is no fault of the store that it is in."""
+    """The reason why a file cannot be read. It is not a failure of the store."""
 
 
 def _bytes(url: str, at: int, length: int, size: int, patience: float) -> memoryview:
-    """Read a part of a file of `size` bytes. Raises Unusable, and UserError and Outage for what a store refuses."""
+    """Read a part of a file of `size` bytes. Raises Unusable, or UserError and Outage for failures of the store."""
     try:
         return store.store(url).read(url, at, length, patience=patience)
     except UserError as e:
@@ -241,13 +239,13 @@ def _is_image(path: str) -> bool:
 
 
 def _is_hidden(path: str) -> bool:
-    """Return whether a file is left out without a word: one with a hidden name above it, or what stands for a folder in
-    a store."""
+    """Return whether a file is silently left out, as it is hidden, below a hidden folder, or a store's mark of a
+    folder."""
     return path.startswith(".") or "/." in path or path.endswith("/")
 
 
 def _is_ours(path: str) -> bool:
-    """Return whether a file of a store is an image whose name can be kept."""
+    """Return whether a path is that of an image that is not hidden, without NUL or surrogates in its name."""
     return not _is_hidden(path) and _is_image(path) and "\0" not in path and not SURROGATE.search(path)
 
 

@@ -1,8 +1,7 @@
-"""Keeps a list of the images of a folder in a file on this machine's disk: their order, and what was read of them.
+"""Keeps the list of a folder's images, their order and what was read of them, in a file on this machine's disk.
 
-SQLite sorts and compares them, so ten million take no more memory than ten thousand. What a command that was killed has
-listed and read is there for the next one.
-"""
+SQLite sorts and compares the images, so ten million take no more memory than ten thousand. What a killed command has
+listed and read is kept for the next one."""
 
 import contextlib
 import hashlib
@@ -23,10 +22,10 @@ from eagleray.data.file_names import from_text, to_text
 from eagleray.data.stamps import Stamp, short
 from eagleray.storage.wide_walk import WHOLE, Names
 
-SOME = 256  # images that are read in one piece of work: what a kill loses
-STALE = 3600.0  # seconds after which a listing that was killed begins anew: much may have come and gone since
-CACHE = 32 * 2**20  # bytes of the file in memory
-PART = 4096  # most images of one part of a folder in the mean; parts are read from an index, and kept, as wholes
+SOME = 256  # images that are read and stored together; a kill loses as many
+STALE = 3600.0  # seconds after which a killed listing begins anew, as many files may have changed
+CACHE = 32 * 2**20  # bytes of SQLite's page cache
+PART = 4096  # most images per part of a folder on average; a part is read from an index, and cached, as a whole
 TABLES = """
     CREATE TABLE IF NOT EXISTS images (hash BLOB, path TEXT, size INT, version INT);
     CREATE TABLE IF NOT EXISTS known (hash BLOB, path TEXT, size INT, version INT, crc INT, reason TEXT,
@@ -37,7 +36,7 @@ TABLES = """
     CREATE TABLE IF NOT EXISTS others (kind TEXT PRIMARY KEY, count INT);
     CREATE TABLE IF NOT EXISTS sums (written TEXT, changed TEXT, inode TEXT);
 """
-# What `known` and `read` say of an image as it is now.
+# What is known and what was read of each image in its present size, or version.
 JOINED = """images AS i
     LEFT JOIN known AS k ON k.hash = i.hash AND k.path = i.path AND k.size = i.size AND k.reason IS NULL
     LEFT JOIN read AS r ON r.hash = i.hash AND r.path = i.path AND r.size = i.size AND r.version = i.version"""
@@ -46,7 +45,7 @@ UNREAD = "k.crc IS NULL AND r.path IS NULL"
 
 
 class Found(NamedTuple):
-    """An image of a listing. What its stamp has is a local file's, or thrice the digest of a version in a store."""
+    """An image of a listing. Its stamp is that of a local file, or three times the digest of its version in a store."""
 
     path: str
     size: int  # bytes
@@ -58,7 +57,7 @@ class Found(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An image that was read: its checksum, or why it cannot be used."""
+    """An image that was read: its checksum, or the reason why it cannot be used."""
 
     path: str
     size: int  # bytes
@@ -71,20 +70,21 @@ class ImageList:
     """The images of a folder and of all folders below it, ordered by a hash of their paths."""
 
     def __init__(self, path: Path) -> None:
-        """Open the list in a file, or begin one."""
+        """Open the list in a file, or create it."""
         self._db = sqlite3.connect(path, isolation_level=None)
         with contextlib.suppress(sqlite3.Error):
-            self._db.execute("PRAGMA journal_mode = WAL")  # a kill loses what is not committed, and no more
+            self._db.execute("PRAGMA journal_mode = WAL")  # so that a kill loses no more than what is not committed
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA temp_store = FILE")
         self._db.execute(f"PRAGMA cache_size = -{CACHE // 2**10}")
         self._db.executescript(TABLES)
         self.fresh = time.time() - path.stat().st_mtime < STALE
-        self.others = Counter[str]()  # files that are not read, by extension with its dot; hidden ones are not counted
+        self.others = Counter[str]()  # numbers of unread files, without hidden ones, by extension with its dot
         self.sums = [0, 0, 0]
 
     def begin(self, *, resume: bool) -> list[Names]:
-        """Return the spans that a killed listing had still to read; or forget its images and return the whole."""
+        """Return the spans of names that a killed listing had left. Without any, forget all images and return the
+        whole."""
         left = self._db.execute("SELECT after, stop FROM spans").fetchall()
         if resume and left and self.fresh:
             self.others = Counter(dict(self._db.execute("SELECT kind, count FROM others")))
@@ -95,7 +95,7 @@ class ImageList:
         return [WHOLE]
 
     def add(self, images: Iterable[Found], others: Iterable[str], left: Sequence[Names]) -> None:
-        """Add what a listing has found, and keep which spans it has left."""
+        """Add the images and other files of a listing, and store the spans of names that it has left."""
         rows = []
         for image in images:
             rows.append((_hash(image.path), to_text(image.path), image.size, image.version))
@@ -111,17 +111,18 @@ class ImageList:
             self._db.executemany("INSERT OR REPLACE INTO others VALUES (?, ?)", self.others.items())
 
     def end(self) -> None:
-        """Sort the images, all of which were added."""
+        """Sort the images and count them, when all were added."""
         self._db.execute("CREATE INDEX IF NOT EXISTS by_hash ON images (hash, path)")
         self.count, self.bytes = self._db.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM images").fetchone()
 
     @property
     def stamp(self) -> Stamp:
-        """Return what tells that an image was written, comes or goes."""
+        """Return a stamp that changes when an image is written, added or removed."""
         return Stamp(*self.sums)
 
     def top_folders(self) -> list[str]:
-        """Return the folders that hold the images, directly below the listed one; an empty name for that one itself."""
+        """Return the folders directly below the listed one that hold images; an empty name for the listed one
+        itself."""
         rows = self._db.execute(
             "SELECT DISTINCT CASE instr(path, '/') WHEN 0 THEN '' ELSE substr(path, 1, instr(path, '/') - 1) END "
             "FROM images"
@@ -130,17 +131,17 @@ class ImageList:
 
     @property
     def has_new(self) -> bool:
-        """Return whether an image is not among those that are known."""
+        """Return whether some image is not among the known ones."""
         return self._number("SELECT COUNT(*) FROM known") < self.count
 
     @property
     def left(self) -> int:
-        """Return the number of images of which no checksum is known."""
+        """Return the number of images without a known checksum."""
         return self._number(f"SELECT COUNT(*) FROM {JOINED} WHERE {UNREAD}")
 
     @property
     def part_count(self) -> int:
-        """Return into how many parts the images are divided: a power of two."""
+        """Return the number of parts that the images are divided into, a power of two."""
         return 2 ** max(0, -(-self.count // PART) - 1).bit_length()
 
     def know(self, rows: Iterable[Read]) -> None:
@@ -148,11 +149,11 @@ class ImageList:
         self._keep("known", rows)
 
     def keep(self, rows: Iterable[Read]) -> None:
-        """Add what was read of the images."""
+        """Add images that were read, with their checksums or reasons."""
         self._keep("read", rows)
 
     def difference(self) -> tuple[str, bool] | None:
-        """Return the first known image that is gone or has another size, and whether it is gone."""
+        """Return the path of the first known image that is gone or has another size, and whether it is gone."""
         row = self._db.execute(
             "SELECT k.path, i.path IS NULL FROM known AS k "
             "LEFT JOIN images AS i ON i.hash = k.hash AND i.path = k.path "
@@ -161,17 +162,18 @@ class ImageList:
         return row and (from_text(row[0]), bool(row[1]))  # type: ignore[no-any-return]
 
     def doubtful(self) -> Iterator[list[Read]]:
-        """Yield, some at a time, images of another version than is known of them, with the checksum that is known."""
+        """Yield, some at a time, images whose version differs from the known one, with their known checksum."""
         return self._paged(
             "SELECT i.hash, i.path, i.size, i.version, k.crc, NULL", "k.crc IS NOT NULL AND k.version IS NOT i.version"
         )
 
     def unread(self) -> Iterator[list[Read]]:
-        """Yield, some at a time, images of which no checksum is known, without one."""
+        """Yield, some at a time, images without a known checksum."""
         return self._paged("SELECT i.hash, i.path, i.size, i.version, NULL, NULL", UNREAD)
 
     def parts(self) -> Iterator[list[Read]]:
-        """Yield the images by parts, which the first bits of the hashes make: all images, where there are few."""
+        """Yield the images of each part. The first bits of an image's hash decide its part. A small folder has one
+        part."""
         edges = [(n * 2**32 // self.part_count).to_bytes(4) for n in range(self.part_count)] + [b"\xff" * 17]
         for ends in itertools.pairwise(edges):
             yield [
@@ -202,7 +204,7 @@ class ImageList:
             )
 
     def _paged(self, columns: str, where: str) -> Iterator[list[Read]]:
-        """Yield the rows of a query, which others may change meanwhile, some at a time."""
+        """Yield the rows of a query, some at a time. The rows may be changed meanwhile."""
         last = (b"", "")
         while rows := self._db.execute(
             f"{columns} FROM {JOINED} WHERE (i.hash, i.path) > (?, ?) AND {where} ORDER BY i.hash, i.path LIMIT {SOME}",
@@ -221,8 +223,8 @@ class ImageList:
 
 @contextlib.contextmanager
 def image_list(folder: str, note: Callable[[str], None]) -> Iterator[ImageList]:
-    """Lend the list of a folder's images, which nobody else has meanwhile. It is deleted at the end, unless work was
-    broken off that the next command can go on with. Raises UserError when it cannot be kept."""
+    """Lend the list of a folder's images to one process at a time. It is deleted at the end, unless interrupted work is
+    left that the next command can continue. Raises UserError when it cannot be stored."""
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
     with contextlib.ExitStack() as stack:
         place = cache_folder("images")
@@ -231,7 +233,7 @@ def image_list(folder: str, note: Callable[[str], None]) -> Iterator[ImageList]:
             if is_locked(place / f"{name}.lock"):
                 note(f"waiting for another command, which lists the images of {folder}")
             stack.enter_context(file_lock(place / f"{name}.lock"))
-        except OSError:  # a home folder that cannot be written
+        except OSError:  # in a home folder that is not writable
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eagleray-")))
         path = place / f"{name}.sqlite"
         kept = f"{path}: the list of the images of {folder} cannot be kept there"
@@ -251,7 +253,7 @@ def image_list(folder: str, note: Callable[[str], None]) -> Iterator[ImageList]:
 def _opened(path: Path) -> ImageList:
     try:
         return ImageList(path)
-    except sqlite3.DatabaseError:  # after the power has failed
+    except sqlite3.DatabaseError:  # as after a power failure
         _delete(path)
         return ImageList(path)
 

@@ -1,5 +1,5 @@
-"""Lists what an index leaves out: samples that cannot be used, with their reasons, images that share a sample, and what
-else is in the shards."""
+"""Lists what an index leaves out: unusable samples with their reasons, further images of a sample, and other members of
+the shards."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,18 +14,18 @@ from eagleray.data.tar_scan import UNLABELLED, UNREAD, counted
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
-EXAMPLES = 3  # samples that are named, for each reason
-REASONS = 5  # reasons that are named
+EXAMPLES = 3  # most samples named per reason
+REASONS = 5  # most reasons named
 
 
 class Faults(NamedTuple):
     """The samples and files that the index of a folder leaves out."""
 
     samples: list[BadSample]
-    passed: dict[str, Counter[str]]  # counts of what is passed over, by shard and kind
+    passed: dict[str, Counter[str]]  # numbers of members passed over, by shard and kind
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for every reason, the most frequent first, and those of `lines_of_passed`."""
+        """Yield a line for each reason, the most frequent first, and then the lines of `lines_of_passed`."""
         by_reason: dict[str, list[BadSample]] = {}
         for sample in self.samples:
             by_reason.setdefault(sample.reason, []).append(sample)
@@ -39,8 +39,8 @@ class Faults(NamedTuple):
 
 
 def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Yield a line for the images of some shards that are not read, one for the labels that cannot be, one for the
-    members that are no part of a sample, and one for the archives behind the end of another one."""
+    """Yield lines on what was passed over in some shards: images that are not read, labels that cannot be read, members
+    that are no part of a sample, and archives that follow the end of another one."""
     total = sum(passed.values(), Counter[str]())
 
     def most(*kinds: str) -> str:
@@ -63,7 +63,7 @@ def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
 
 
 def faults(files: Iterable[tuple[Blob, File]]) -> Faults:
-    """Return what the index files of some shards leave out. Raises UserError when one is damaged."""
+    """Return the faults in the index files of some shards. Raises UserError when one is damaged."""
     samples, passed = list[BadSample](), {}
     for blob, file in files:
         if file.shards[file.groups[name(blob)]].bad:
@@ -74,7 +74,7 @@ def faults(files: Iterable[tuple[Blob, File]]) -> Faults:
 
 
 def faults_of(url: str) -> Faults:
-    """Return what the index at a URL leaves out. Raises UserError when it is damaged."""
+    """Return the faults in the index at a URL. Raises UserError when it is damaged."""
     folder = store.parent(url)
     return faults((Blob(f"{folder}/{shard}", 0), file) for shard, file in load(url, again=False).items())
 

@@ -1,8 +1,7 @@
-"""Reads and writes index.parquet, which has a row group for every shard, usable samples first.
+"""Reads and writes index.parquet, which has one row group per shard, with the usable samples first.
 
-Its metadata holds the names, tags and blocks of all shards, so an index is opened without reading a row, and the rows
-of a shard are read only when they are needed.
-"""
+The metadata holds the names, tags and blocks of all shards. So opening an index reads no rows, and the rows of a shard
+are read only when they are needed."""
 
 import hashlib
 import itertools
@@ -45,26 +44,26 @@ from eagleray.storage.shard_names import PARQUET as SUFFIX
 from eagleray.storage.shard_names import is_shard
 
 NAME = "index.parquet"
-PARQUET_NAME = "_eagleray.index"  # Readers of the folder would take another .parquet file for data.
-PARQUET = "parquet"  # a key of a table's metadata: what `Shard.parquet` is
-BLOCKS = "blocks"  # a key of a table's metadata: the usable samples of each block, where they are not cut by bytes
-PASSED = "passed"  # a key of metadata: how many members are passed over, by kind, of a table or by shard
-LARGEST_PAGE = 2**24  # bytes in memory; a writer begins a new page after 2^20
-MOST_AT_ONCE = 2**28  # bytes of rows that are read together, however the texts are stored
+PARQUET_NAME = "_eagleray.index"  # Readers of the folder would take a name that ends in .parquet for data.
+PARQUET = "parquet"  # key of a table's metadata with the content of `Shard.parquet`
+BLOCKS = "blocks"  # key of a table's metadata with the usable samples per block, if not cut by bytes
+PASSED = "passed"  # key of metadata with the numbers of members passed over, by kind, in all or by shard
+LARGEST_PAGE = 2**24  # bytes in memory; writers begin a new page after 2^20
+MOST_AT_ONCE = 2**28  # bytes of rows that are read together at most, however the texts are encoded
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
 
 
 Tables = Iterable[tuple[Blob, pa.Table]]
 ShardFiles = list[tuple[Blob, "File"]]
 Note = Callable[[str], None]
-Tick = Callable[[int, int], None]  # shards or images done, and in all
-Spare = Path | str | None  # a folder or a URL for indexes beside whose shards nothing can be written
-ASIDE = "index-"  # the beginning of their names
+Tick = Callable[[int, int], None]  # numbers of shards or images that are done and that there are
+Spare = Path | str | None  # folder or URL for the indexes of read-only places
+ASIDE = "index-"  # beginning of the file names of indexes in a spare folder
 
 
 def table_of(rows: Iterable[Row], passed: Counter[str] | None = None) -> pa.Table:
-    """Return rows as a table with the columns of STORED, and in its metadata what is passed over: unread images, labels
-    that cannot be read, and what is counted in `passed` when all rows are there."""
+    """Return rows as a table with the columns of STORED. Its metadata has the numbers of unread images and of
+    unreadable labels, and those that `passed` has when all rows have been taken."""
     passed = Counter() if passed is None else passed
 
     def values(row: Row) -> tuple[Any, ...]:
@@ -85,11 +84,11 @@ class File:
     """One index.parquet on a local disk."""
 
     def __init__(self, path: Path, url: str = "") -> None:
-        """Open the file, a copy of the one at `url` if that is given. Raises ValueError when it is not an index."""
+        """Open the file, a copy of that at `url` if given. Raises ValueError when it is not a valid index."""
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
-            self._pages: dict[int, int] = {}  # bytes of the largest page of each row group that has been read
-            self._map = pa.memory_map(os.fsencode(path))  # the file itself may be replaced or moved meanwhile
+            self._pages: dict[int, int] = {}  # bytes of the largest page of each row group read so far
+            self._map = pa.memory_map(os.fsencode(path))  # as the file itself may be replaced or moved meanwhile
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
@@ -104,12 +103,12 @@ class File:
         return File, (self.path, self.url)
 
     def extension(self, group: int, row: int) -> str:
-        """Return the extension of the member with the image of a row; an empty text where it is not known."""
+        """Return the extension of the member with a row's image, or an empty text if it is not known."""
         known = self.read(group, ["extension"])["extension"][row].as_py() if "extension" in self._names else ""
         return (known or "")[:40]
 
     def read(self, group: int, columns: Sequence[str] = ()) -> pa.Table:
-        """Return all rows of a shard, by default with all columns. Raises UserError when they cannot be true."""
+        """Return all rows of a shard, by default with all columns. Raises UserError when they are invalid."""
         try:
             with self._lock:
                 rows = self._read(group, columns or self._names)
@@ -124,7 +123,7 @@ class File:
         return table
 
     def _read(self, group: int, columns: Sequence[str]) -> pa.Table:
-        """Read rows in memory that is bounded whatever the file says: a text may stand for every row of its page."""
+        """Read rows in bounded memory, whatever the file claims: one text may stand for every row of its page."""
         if group not in self._pages:
             self._pages[group] = largest_page(self._map, self._file.metadata.row_group(group))
         if self._pages[group] > LARGEST_PAGE:
@@ -148,7 +147,7 @@ class File:
         return self.shards[self.groups[name]]
 
     def rows(self, name: str) -> pa.Table:
-        """Return all rows of the shard of this name. Raises UserError when they cannot be true."""
+        """Return all rows of the shard of this name. Raises UserError when they are invalid."""
         return self.read(self.groups[name])
 
     def damaged(self, what: str) -> UserError:
@@ -158,7 +157,7 @@ class File:
 
 
 def _counts(metadata: dict[bytes, bytes]) -> dict[str, Counter[str]]:
-    """Return what is passed over in each shard. Raises ValueError."""
+    """Return the numbers of members passed over in each shard. Raises ValueError for anything else."""
     counts = json.loads(metadata.get(PASSED.encode(), b"{}"))
     if not isinstance(counts, dict) or {type(passed) for passed in counts.values()} - {dict}:
         raise ValueError("numbers of members of no shard")
@@ -168,12 +167,12 @@ def _counts(metadata: dict[bytes, bytes]) -> dict[str, Counter[str]]:
 
 
 def _plain(entry: Shard) -> dict[str, Any]:
-    """Return an entry as plain values; only those of Parquet files say where pages are."""
+    """Return an entry as values that JSON can hold. Only entries of Parquet files have the key `parquet`."""
     return {key: value for key, value in asdict(entry).items() if key != "parquet" or value is not None}
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
-    """Divide the samples of one shard (n,) into blocks of about BLOCK bytes, and return the samples of each block."""
+    """Divide the samples of a shard (n,) into blocks of about BLOCK bytes, and return the samples of each block."""
     if not len(offset):
         return []
     piece = (offset + size - offset[0]) // BLOCK
@@ -186,8 +185,8 @@ def name(blob: Blob) -> str:
 
 
 def beside(blob: Blob) -> str:
-    """Return the place for the index of the folder that a shard is in. That of a data set of the Hub is in this
-    machine's cache, as nothing can be written there, and its commit never changes."""
+    """Return the URL of the index of the folder that a shard is in. For a data set of the Hub it is in this machine's
+    cache, as the Hub is read-only, and a commit never changes."""
     folder = store.parent(blob.url)
     if folder.startswith("hf://"):
         digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
@@ -196,21 +195,20 @@ def beside(blob: Blob) -> str:
 
 
 def aside(folder: str, spare: Spare) -> str | None:
-    """Return the place in `spare` for the index of a folder."""
+    """Return the URL in `spare` for the index of a folder, or None without `spare`."""
     return f"{spare}/{ASIDE}{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}.parquet" if spare else None
 
 
 def aside_in(spare: str) -> list[Blob]:
-    """Return the indexes in a folder or below a URL of data beside which none could be stored."""
+    """Return the indexes in a folder or below a URL whose data is in places where no index could be stored."""
     return [blob for blob in store.store(spare).list(f"{spare}/", ASIDE) if blob.url.endswith(".parquet")]
 
 
 def load(url: str, again: bool) -> dict[str, File]:
     """Return, for each shard in the index at `url`, the index file; an empty dictionary if there is no index.
 
-    Shards are identified by their file names, so that a folder may be moved together with its index. With `again`, an
-    unreadable index counts as missing; otherwise it raises UserError.
-    """
+    Shards are identified by their file names, so that a folder can be moved together with its index. With `again`, an
+    unreadable index counts as missing; otherwise it raises UserError."""
     try:
         file = File(local_copy(url), url)
     except FileNotFoundError:
@@ -218,7 +216,7 @@ def load(url: str, again: bool) -> dict[str, File]:
     except ValueError as e:
         if isinstance(e, UserError):
             raise
-        if again:  # it is about to be replaced
+        if again:  # the index is about to be replaced
             return {}
         raise UserError(
             f"{url}: not an index.parquet written by eagleray ({e}); delete it, or run `eagleray index`"
@@ -227,13 +225,13 @@ def load(url: str, again: bool) -> dict[str, File]:
 
 
 def load_both(beside: str, aside: str | None, again: bool) -> dict[str, File]:
-    """Return what `load` returns for the index beside the shards and for the one that is kept aside, if there is one;
-    the first counts where both know a shard."""
+    """Return what `load` returns for the index beside the shards and for the one aside, if any. If both have a shard,
+    that beside it counts."""
     return (load(aside, again) if aside else {}) | load(beside, again)
 
 
 def local_copy(url: str) -> Path:
-    """Return a local path with the content of a URL. Raises FileNotFoundError when there is no such file."""
+    """Return a local path with the content of a URL. Raises FileNotFoundError when the file does not exist."""
     if path := store.folder_of(url):
         if not path.is_file():
             raise FileNotFoundError(url)
@@ -247,8 +245,8 @@ def local_copy(url: str) -> Path:
 
 
 def fetch_once(url: str, name: str) -> Path:
-    """Return this machine's copy of an index in a bucket, which one of its processes fetches. `name` is different for
-    every content of the file. Raises FileNotFoundError when there is no such file."""
+    """Return this machine's copy of an index in a bucket. One of the machine's processes fetches it. `name` differs for
+    each content of the file. Raises FileNotFoundError when the file does not exist."""
     folder = cache_folder("index")
     if (folder / name).exists():
         return folder / name
@@ -260,15 +258,15 @@ def fetch_once(url: str, name: str) -> Path:
             return folder / name
     except FileNotFoundError:
         raise
-    except OSError:  # a home folder that cannot be written
+    except OSError:  # as in a home folder that is not writable
         path = Path(tempfile.mkdtemp(prefix="eagleray-")) / name
         path.write_bytes(store.store(url).get(url))
         return path
 
 
 def save(shards: Tables, urls: Sequence[str], stamps: Mapping[str, Sequence[int]]) -> str:
-    """Write an index to the first of these URLs that can be written, and return that URL. `stamps` are those of local
-    shards by their names. Raises UserError."""
+    """Write an index to the first of these URLs that is writable, and return that URL. `stamps` are those of local
+    shards by name. Raises UserError when none is writable."""
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
         write(shards, Path(file.name), stamps)
         for url in urls:
@@ -281,7 +279,7 @@ def save(shards: Tables, urls: Sequence[str], stamps: Mapping[str, Sequence[int]
 
 
 def write(shards: Tables, path: Path, stamps: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Write an index with a row group for each shard, which come in the order of their URLs and are not kept."""
+    """Write an index with a row group for each shard. The shards come in the order of their URLs, one at a time."""
     entries, passed = list[Shard](), {}
     shards = iter(shards)
     first = next(shards, None)

@@ -1,8 +1,7 @@
-"""Opens an index on all ranks of a run: rank 0 lists and checks the shards, the others receive what it found.
+"""Opens an index on all ranks of a run: rank 0 lists and checks the shards, and the other ranks receive its result.
 
-The index files themselves are read by every rank. A file in a bucket is fetched once per machine; one that a machine
-cannot reach, such as that of a read-only bucket in rank 0's folder, is sent by rank 0.
-"""
+Every rank reads the index files themselves. A file in a bucket is fetched once per machine. Rank 0 sends a file that a
+machine cannot reach, such as one in rank 0's folder for the index of a read-only bucket."""
 
 import zlib
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from eagleray.data.index import Index
 from eagleray.data.index_file import File, fetch_once
 from eagleray.storage.store import folder_of
 
-TAIL = 2**16  # bytes at the end of an index file, with the metadata of all shards, that its stamp is computed from
+TAIL = 2**16  # bytes at the end of an index file, with the metadata of all shards, from which its stamp is computed
 
 
 @dataclass(frozen=True)
 class FileNote:
-    """Tells other ranks where rank 0 has an index file, and how another machine recognises the same one."""
+    """Tells other ranks where rank 0 has an index file, and by which stamp another machine recognises the same file."""
 
     url: str
     path: Path
@@ -30,7 +29,7 @@ class FileNote:
         return cls(file.url, file.path, stamp(file.path))
 
     def here(self) -> File | None:
-        """Return the file on this machine, fetched if it is in a bucket, or None."""
+        """Return the file on this machine, or None if it is missing. A file in a bucket is fetched."""
         if not folder_of(self.url):
             return File(fetch_once(self.url, self.path.name), self.url)
         for path in (self.path, self.received):
@@ -40,11 +39,11 @@ class FileNote:
 
     @property
     def received(self) -> Path:
-        """The path of a copy that rank 0 has sent."""
+        """The path of the copy that rank 0 sends."""
         return files.cache_folder("index") / f"{self.stamp}.parquet"
 
     def receive(self, content: bytes) -> None:
-        """Write what rank 0 has sent, once per machine."""
+        """Write the content that rank 0 has sent, once per machine."""
         self.received.parent.mkdir(parents=True, exist_ok=True)
         with files.file_lock(self.received.with_suffix(".lock")):
             if not self.received.exists():
@@ -52,7 +51,7 @@ class FileNote:
 
 
 def stamp(path: Path) -> str:
-    """Return a text that differs between index files of different shards."""
+    """Return a text that differs between index files with different metadata."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(size - TAIL, 0))
@@ -60,9 +59,9 @@ def stamp(path: Path) -> str:
 
 
 def open_on_all(open_here: Callable[[], Index]) -> Index:
-    """Return on all ranks the index that a function opens on rank 0. Called by all ranks together.
+    """Return, on all ranks, the index that a function opens on rank 0. All ranks call it together.
 
-    Raises on all of them the UserError or Outage that the function raises."""
+    Raises on all ranks the UserError or Outage that the function raises on rank 0."""
     if dist.size() == 1:
         return open_here()
     own: list[Index] = []

@@ -1,4 +1,4 @@
-"""Says what an index consists of, and refuses one that cannot be true, as it may come from a stranger's bucket."""
+"""Defines the content of an index, and refuses an impossible one, as an index may come from a stranger's bucket."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from eagleray.data.tar_headers import BLOCK as HEADER
 from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.tar_scan import LARGEST
 
-BLOCK = 16 * 2**20  # bytes: one ranged read, and the unit of shuffling
+BLOCK = 16 * 2**20  # bytes that one ranged read fetches and that are shuffled together
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
-        ("offset", pa.int64()),  # where the image's bytes begin in the shard
+        ("offset", pa.int64()),  # first byte of the image in the shard
         ("size", pa.int64()),  # bytes of the image
-        ("label", pa.int64()),  # -1: none
+        ("label", pa.int64()),  # class; -1: none
         ("crc", pa.uint32()),  # zlib.crc32 of the image's bytes
-        ("reason", pa.string()),  # why the sample cannot be used; null where it can
+        ("reason", pa.string()),  # why the sample cannot be used; null if it can
     ]
 )
-STORED = SCHEMA.append(pa.field("extension", pa.string()))  # and of the image's member, where that is known
-VERSION = pa.field("version", pa.int64())  # a digest of an image's version, for folders in a store
+STORED = SCHEMA.append(pa.field("extension", pa.string()))  # extension of the image's member, if known
+VERSION = pa.field("version", pa.int64())  # digest of an image's version, for folders in a store
 TEXTS = {"key", "reason", "extension"}
-MOST_ROWS = 2**24  # the most samples of one shard
-LARGEST_BLOCK = 8 * BLOCK  # bytes between the ends of the first and the last image of a block
-DEEPEST = 16  # most optional fields that the images of a Parquet file are inside of
+MOST_ROWS = 2**24  # most samples of one shard
+LARGEST_BLOCK = 8 * BLOCK  # most bytes from the end of the first image of a block to that of its last
+DEEPEST = 16  # most optional fields around the images of a Parquet file
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Shard:
     usable: int
     bad: int
     labelled: bool
-    blocks: list[int]  # usable samples in each
-    stamp: Sequence[int] = ()  # times of a local file when it was indexed: stamps.py
-    parquet: dict[str, Any] | None = None  # a Parquet file's columns, and where the pages of its blocks are
+    blocks: list[int]  # usable samples of each block
+    stamp: Sequence[int] = ()  # times and inode of a local file when it was indexed, as in stamps.py
+    parquet: dict[str, Any] | None = None  # columns of a Parquet file, and the pages of its blocks
 
     @property
     def extent(self) -> int:
-        """The bytes within which the offsets of its images are."""
+        """The number of bytes that the offsets of the shard's images lie within."""
         return self.parquet["ends"][-1] if self.parquet and self.parquet["ends"] else self.size
 
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Check the entries of the shards against each other and against their row groups. Raises ValueError."""
+    """Check the shards' entries against each other and their row groups. Raises ValueError for an impossible one."""
     if len(set(schema.names)) < len(schema.names):
         raise ValueError("two columns of one name")
     if not {field.name: field.type for field in SCHEMA}.items() <= {field.name: field.type for field in schema}.items():
@@ -77,7 +77,7 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
         raise ValueError("two shards of one name")
     for group, s in enumerate(shards):
         rows = s.usable + s.bad
-        # A sample of a tar takes a header; a fault of the shard itself has a row too.
+        # A sample of a tar needs a header at least. A fault of the shard itself has a row, too.
         most = MOST_ROWS if is_part(s.name) or s.parquet else min(s.size // HEADER + 1, MOST_ROWS)
         if s.parquet is not None:
             _check_parquet(s)
@@ -90,7 +90,7 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
 
 
 def _check_parquet(shard: Shard) -> None:
-    """Check where the blocks of a Parquet file are said to be. Raises ValueError."""
+    """Check the blocks of a Parquet file, as its entry gives them. Raises ValueError for impossible ones."""
     known = shard.parquet
     if not isinstance(known, dict) or {type(known.get(name)) for name in ("image", "label")} != {str}:
         raise ValueError(f"{shard.name}: no columns")
@@ -114,17 +114,17 @@ def _check_parquet(shard: Shard) -> None:
 
 
 def largest_rows(shard: Shard) -> int:
-    """Return how many bytes the rows of a shard may have in memory: names are in the headers of a tar, and each byte
-    takes up to three; reasons are shorter than a header. The names of a folder of images are not in its files, and
-    those in a Parquet file are packed."""
+    """Return the most bytes that the rows of a shard may take in memory. Names are in the headers of a tar, and each
+    byte takes up to three. Reasons are shorter than a header. The names of a folder of images are not in its files, and
+    those in a Parquet file are compressed, so LONGEST_NAME limits them."""
     far = is_part(shard.name) or shard.parquet is not None
     names = 3 * LONGEST_NAME * (shard.usable + shard.bad) if far else 3 * shard.size
     return names + 2**10 * (shard.usable + shard.bad + 1)
 
 
 def check_rows(table: pa.Table, shard: Shard) -> None:
-    """Check those columns of a shard's rows that a table has. Raises ValueError or an ArrowException."""
-    table.validate(full=True)  # texts are UTF-8
+    """Check those columns of a shard's rows that the table has. Raises ValueError or an ArrowException."""
+    table.validate(full=True)  # checks that texts are UTF-8
     if len(table) != shard.usable + shard.bad:
         raise ValueError(f"{len(table)} rows of {shard.usable + shard.bad} samples")
     usable = table.slice(0, shard.usable)
@@ -153,7 +153,7 @@ def _check_positions(offset: NDArray[np.int64], size: NDArray[np.int64], shard: 
     """Check that the usable images of a shard (n,) follow each other inside it. Raises ValueError."""
     if not len(offset):
         return
-    inside = offset.min() >= 0 and offset.max() <= shard.extent  # so that no sum below is more than 64 bits
+    inside = offset.min() >= 0 and offset.max() <= shard.extent  # first, as it keeps the sums below within 64 bits
     if not inside or offset[-1] > shard.extent - size[-1] or (offset[:-1] + size[:-1] > offset[1:]).any():
         raise ValueError(f"images that overlap, or lie outside of {shard.extent} bytes")
     last = np.cumsum(shard.blocks) - 1

@@ -1,9 +1,8 @@
-"""The kinds of shards, which their names tell apart: how a shard is scanned, and how its images are read.
+"""The kinds of shards, told apart by their names: how a shard is scanned, and how its images are read.
 
-The images of a shard follow each other from offset to offset: in the file, or as if they did. `read` returns the bytes
-from the first of some neighbours to the end of the last one, and everything else (blocks, lanes, cache, quarantine)
-knows no kinds.
-"""
+The images of a shard follow each other from offset to offset, in the file or as if they did. `read` returns the bytes
+from the first to the last of some neighbouring images. Everything else (blocks, lanes, cache, quarantine) does not
+depend on the kind."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,35 +23,35 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.shard_names import PARQUET, is_parquet
 
-NONE = "none"  # stands for a column where a file's labels are not to be read
+NONE = "none"  # in place of a column's name if labels are not to be read
 
 
 class Rows(NamedTuple):
     """n neighbouring samples of one shard."""
 
     blob: Blob
-    offset: NDArray[np.int64]  # (n,)
-    size: NDArray[np.int64]  # (n,)
-    label: NDArray[np.int64]  # (n,)
-    crc: NDArray[np.uint32]  # (n,)
+    offset: NDArray[np.int64]  # (n,) first byte of each image in the shard
+    size: NDArray[np.int64]  # (n,) bytes of each image
+    label: NDArray[np.int64]  # (n,) class, or -1
+    crc: NDArray[np.uint32]  # (n,) checksum of each image
 
 
 @dataclass(frozen=True)
 class Means:
-    """The entry, the keys and the limits with which a kind reads some samples."""
+    """The shard's entry, the keys and the limits with which a kind of shard reads some samples."""
 
-    shard: Shard  # the entry of the shard in its index
-    keys: Callable[[], list[str]]  # reads the keys of the same samples from the index
-    patience: float  # seconds to retry a store that does not answer
-    each: Each  # maps a function over what is read with requests of its own, several at once, in order
+    shard: Shard  # entry in the shard's index
+    keys: Callable[[], list[str]]  # reads the keys of these samples from the index
+    patience: float  # seconds to retry while the store does not answer
+    each: Each  # maps a function over separate requests, several at once, and keeps the order
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to scan and to read shards of one sort."""
+    """A way to scan and to read one kind of shards."""
 
-    owns: Callable[[str], bool]  # whether the shard of this name is one of them
-    scan: Callable[[Blob], pa.Table]  # returns the columns of STORED; metadata as `index_file.table_of` writes it
+    owns: Callable[[str], bool]  # whether a shard of this name is of this kind
+    scan: Callable[[Blob], pa.Table]  # returns a table like `index_file.table_of`
     read: Callable[[Rows, Means], memoryview]
     apart: bool = False  # whether each image is read with a request of its own
     whole: bool = False  # whether an image costs as much to read as its block
@@ -95,7 +94,7 @@ def _scan_images(blob: Blob) -> pa.Table:
 
 
 TAR = Kind(lambda _: True, _scan_tar, _read_tar)
-KINDS = (  # the first that owns a name
+KINDS = (  # the first kind that owns a shard's name is taken
     Kind(image_folder.is_part, _scan_images, _read_images, apart=True),
     Kind(lambda name: name.lower().endswith(PARQUET), _scan_parquet, _read_parquet, whole=True),
     TAR,
@@ -110,14 +109,14 @@ def kind_of(blob: Blob) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBlob(Blob):
-    """A Parquet file of which somebody has said which columns hold the images and the classes."""
+    """A Parquet file for which the user has named the columns of the images and the classes."""
 
-    image: str = ""  # empty: not said
+    image: str = ""  # empty: not named
     label: str = ""
 
 
 def chosen(blobs: Sequence[Blob], source: Source) -> list[Blob]:
-    """Return the files of a source with the columns that it says. Raises UserError where one is not Parquet."""
+    """Return the files of a source with the columns that it names. Raises UserError where a file is not Parquet."""
     if not (source.image or source.label):
         return list(blobs)
     if wrong := [b.url for b in blobs if not is_parquet(b.url, ".")]:
@@ -126,20 +125,20 @@ def chosen(blobs: Sequence[Blob], source: Source) -> list[Blob]:
 
 
 def as_before(blobs: Sequence[Blob], known: Mapping[str, index_file.File]) -> list[Blob]:
-    """Return files with the columns of those that are in their index already, where nothing else is said."""
+    """Return the files. New files without named columns get the columns of the first Parquet file in the index."""
     entries = (file.entry(name) for name, file in known.items())
     before = next((entry for entry in entries if entry.parquet), None)
     return [as_in(b, before) if before and type(b) is Blob and index_file.name(b) not in known else b for b in blobs]
 
 
 def as_in(blob: Blob, entry: Shard) -> Blob:
-    """Return a file with the columns of an entry of an index."""
+    """Return a file with the columns of an index entry."""
     known = entry.parquet or {"image": "", "label": ""}
     return ChosenBlob(blob.url, blob.size, blob.tag, known["image"], known["label"] or NONE)
 
 
 def check_columns(blob: Blob, entry: Shard) -> None:
-    """Raises UserError when other columns of a file are indexed than those that somebody has said."""
+    """Raises UserError when a file is indexed with other columns than those that the user has named."""
     for key in ("image", "label") if isinstance(blob, ChosenBlob) and entry.parquet else ():
         said, known = getattr(blob, key), (entry.parquet or {})[key] or NONE
         if said and said != known:

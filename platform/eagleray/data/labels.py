@@ -1,4 +1,4 @@
-"""Checks that the labels of a dataset are valid classes."""
+"""Checks that the labels of a data set are valid classes."""
 
 from collections import Counter
 
@@ -11,18 +11,17 @@ from eagleray.data.tar_scan import UNLABELLED
 
 
 def unread_labels(index: Index) -> str:
-    """Say how many labels of the dataset cannot be read; an empty text if all can be."""
+    """Return text with the number of labels that cannot be read, or an empty text if all can be."""
     files = zip(index.shards, index.files, strict=True)
     count = sum(file.passed.get(name(blob), Counter())[UNLABELLED] for blob, file in files)
     return f"{count} of {len(index)} images have a .cls that is not a whole number from 0 on" if count else ""
 
 
 def check_labels(key: str, index: Index, classes: int, *, every: bool) -> None:
-    """Check that every label of the dataset at the recipe key `key` is a class from 0 to `classes` - 1.
+    """Check that every label of the data set at the recipe key `key` is a class from 0 to `classes` - 1.
 
-    With `every`, each image needs a label, and the labels may not all be too low for `classes`: 0 to 9 with 20 classes
-    is an error. Raises UserError.
-    """
+    With `every`, each image needs a label, and labels 0 to n - 1 without gaps need `classes` = n: 0 to 9 with 20
+    classes is an error. Raises UserError, also when there are no labels."""
     if not index.labelled:
         unread = unread_labels(index)
         raise UserError(f"{key}: has no labels, which the method needs" + f"; {unread}" * bool(unread))

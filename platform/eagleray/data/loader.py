@@ -1,7 +1,6 @@
 """Loads batches: worker processes read and crop, and the device applies colour operations, one batch ahead.
 
-Where the device is the CPU, the worker processes apply the colour operations, too.
-"""
+If the device is the CPU, the worker processes apply the colour operations, too."""
 
 import contextlib
 import itertools
@@ -33,16 +32,15 @@ from eagleray.views.crop_batch import crop_batch
 from eagleray.views.sampling import EXTRA_WIDTH, NEW_WIDTH, WIDTH
 
 T = TypeVar("T")
-POLL = 0.5  # seconds between two calls of `should_stop`
-LAST = 10.0  # seconds to wait for the step that is being read when the loader ends
+POLL = 0.5  # seconds between calls of `should_stop`
+LAST = 10.0  # seconds to wait at the end for the step that is being read
 
 
 class Loader:
     """Loads one rank's rows of every global batch, with any number of loader processes.
 
-    With `compiled`, an accelerator's colour jitter is compiled. `crops` says where crops are made; their pixels are the
-    same. Raises UserError when there are more ranks than images in a step, and where the device cannot crop.
-    """
+    With `compiled`, colour jitter on an accelerator is compiled. `crops` says where images are cropped, which does not
+    change the pixels. Raises UserError when there are more ranks than images in a step, or the device cannot crop."""
 
     def __init__(
         self,
@@ -67,9 +65,9 @@ class Loader:
     def batches(
         self, start: int, stop: int | None = None, *, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[Batch, list[BadSample]]]:
-        """Yield the batch of each step from `start` on, with the broken samples that were met while reading it.
+        """Yield the batch of each step from `start` on, with the broken samples that were found while it was read.
 
-        Ends before the step `stop`, or when `should_stop`, which is called while a batch is waited for, returns true.
+        It ends before the step `stop`, or when `should_stop` returns true, which is called while waiting for a batch.
         Raises UserError or Outage when a reader cannot go on."""
         dataset = _PartDataset(self.stream, self.shares, start, stop)
         ahead, pinned = self._steps_ahead() if self.workers else None, devices.has_streams(self.device)
@@ -82,14 +80,14 @@ class Loader:
             yield from (_one_batch_ahead(steps, self) if pinned else map(self.assemble, steps))
 
     def _steps_ahead(self) -> int:
-        """Return how many steps a loader process may be ahead. Where processes take turns, all have work within that
+        """Return how many steps a loader process may be ahead. If processes take turns, each has work within that
         time."""
         many, own = len(self.shares), len(self.shares[0].own)
         return 2 if own % many == 0 or not self.shares[0].takes_turns else 2 + 2 * math.ceil(many / own)
 
     def _in_steps(self, parts: Iterator[StepPart], start: int) -> Iterator[tuple[StepPart, ...]]:
-        """Yield the parts of each step, one of each reader, in the order of their rows. After an error, the others of
-        the step may never come."""
+        """Yield the parts of each step, one per reader, in the order of their rows. A part with an error is yielded
+        alone, as the others of its step may never come."""
         for step in itertools.count(start):
             of_step: list[StepPart] = []
             for part in itertools.islice(parts, len(self.shares)):
@@ -112,7 +110,7 @@ class Loader:
 
     def heaviest(self) -> StepPart:
         """Return a part with all of this rank's rows that takes the most memory of the device: its images are as large
-        as they may travel, and their views have every operation that a recipe may draw for them."""
+        as they may be, and its views have every operation that the recipe allows."""
         views, rows, channels = self.stream.views, self.rows[self.rank], planes(self.stream.index.channels)
         lowest, more = (np.zeros((rows, len(views.views), width)) for width in (WIDTH, EXTRA_WIDTH + NEW_WIDTH))
         params = torch.from_numpy(sampling.photometrics(views, lowest, more).swapaxes(0, 1).copy())
@@ -129,7 +127,7 @@ class Loader:
         return part
 
     def assemble(self, parts: tuple[StepPart, ...]) -> tuple[Batch, list[BadSample]]:
-        """Join the parts of a step, one from each reader, on the device. Raises the error that a part carries."""
+        """Join the parts of a step, one per reader, on the device. Raises the error that a part carries."""
         for part in parts:
             if part.error:
                 raise part.error
@@ -149,7 +147,8 @@ class Loader:
         return batch, [bad for part in parts for bad in part.bad]
 
     def _crops(self, parts: tuple[StepPart, ...]) -> Iterator[Tensor]:
-        """Yield the crops (views, B, 3, S, S) of each group of views on the device, which may make them itself."""
+        """Yield the crops (views, B, 3, S, S) of each group of views on the device, which crops if the stream is
+        packed."""
         if not self.stream.packed:
             for group in zip(*[p.pixels for p in parts], strict=True):
                 yield torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)
@@ -162,21 +161,20 @@ class Loader:
             first += count
 
     def _boxes(self, parts: tuple[StepPart, ...]) -> Tensor | None:
-        """Join the boxes (V, B, 4) of a step on the device, if the stream has any."""
+        """Join the boxes (V, B, 4) of a step on the device. None if the stream has none."""
         boxes = [part.boxes for part in parts if part.boxes is not None]
         return torch.cat(boxes, 1).to(self.device, non_blocking=True) if boxes else None
 
 
 class _PartDataset(IterableDataset[StepPart]):
-    """Yields one reader's images of every step, as a StepPart each.
+    """Yields one reader's images of every step as a StepPart.
 
-    The reader is this process, or the loader process that iterates over the dataset.
-    """
+    The reader is this process, or the loader process that iterates over the data set."""
 
     def __init__(self, stream: Stream, shares: list[Share], start: int, stop: int | None) -> None:
         self.stream, self.shares, self.start, self.stop = stream, shares, start, stop
         turns = len(shares) > 1 and shares[0].takes_turns
-        self.over = fork_server.CONTEXT.Event() if turns else None  # the batches are
+        self.over = fork_server.CONTEXT.Event() if turns else None  # set when no more batches are read
         self.lanes = {
             lane: SharedLane(n % len(shares), len(shares)) for n, lane in enumerate(shares[0].lanes if turns else ())
         }
@@ -186,7 +184,7 @@ class _PartDataset(IterableDataset[StepPart]):
         reader = info.id if info else 0
         ends = {number: lane.end_of(reader) for number, lane in self.lanes.items()}
         yield from self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
-        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # followers wait for leaders
+        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # leaders wait for followers
             end.finish(self.over)
 
     def close(self) -> None:
@@ -197,7 +195,7 @@ class _PartDataset(IterableDataset[StepPart]):
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Callable[[float], None]) -> Iterator[T]:
     """Yield the steps, read by another thread, so that `should_stop` is also called while the store does not answer.
-    `look` is called with the seconds that a step has been waited for, and may raise."""
+    `look` is called with the seconds that a step has been waited for, and may raise an error."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
     requests, over = threading.Semaphore(1), threading.Event()
 
@@ -205,7 +203,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
         while requests.acquire() and not over.is_set():
             try:
                 ready.put((next(steps), None))
-            except BaseException as e:  # StopIteration, too
+            except BaseException as e:  # includes StopIteration
                 ready.put((None, e))
 
     thread = threading.Thread(target=work, name="loader", daemon=True)
@@ -224,7 +222,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
                 return
             if error:
                 raise error
-            requests.release()  # read the next step while this one is used
+            requests.release()  # so that the next step is read while this one is used
             yield step  # type: ignore[misc]
             asked = time.monotonic()
     finally:
@@ -234,7 +232,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
 
 
 def _one_batch_ahead(steps: Iterator[tuple[StepPart, ...]], loader: Loader) -> Iterator[tuple[Batch, list[BadSample]]]:
-    """Copy and prepare the next batch on a stream of its own while the current one is trained on."""
+    """Copy and prepare the next batch on a second stream of the device while the current one is trained on."""
     side = torch.Stream(loader.device)
     ready: tuple[Any, torch.Event] | None = None
     for parts in steps:
@@ -248,7 +246,7 @@ def _one_batch_ahead(steps: Iterator[tuple[StepPart, ...]], loader: Loader) -> I
 
 
 def _hand_over(loaded: tuple[Batch, list[BadSample]], done: torch.Event) -> tuple[Batch, list[BadSample]]:
-    """Make the training stream wait for the batch, and keep its memory until that stream is done with it."""
+    """Make the training stream wait for the batch, and keep the batch's memory until that stream no longer uses it."""
     stream = torch.accelerator.current_stream()
     stream.wait_event(done)
     batch = loaded[0]

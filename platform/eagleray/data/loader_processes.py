@@ -1,4 +1,4 @@
-"""Starts loader processes, hands them what they read, logs what they log, and ends what stands still."""
+"""Starts loader processes, sends them their data set, relays their logs, and reports those that stand still."""
 
 import errno
 import io
@@ -33,25 +33,25 @@ from eagleray.data.shared_lane import shared_memory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 IMPORTED = ("eagleray.data.loader", "boto3")  # modules that loader processes need
-LEFT = 2  # CPUs for the training process, which dispatches the model's operations, and its threads
-SHARED = "/dev/shm"  # through which loader processes hand over what they have read
-OF_PROCESS = "in DataLoader worker process"  # PyTorch's words in the error of a loader process
-SAID = 200  # characters of an error of a loader process
-NAMED = 30.0  # seconds without a batch after which the log says what the loader processes do
-STOPPED = 120.0  # a process that is stopped for longer is given up
-SLACK = 120.0  # beyond the time for which a store may be away, after which any other is
-ALIGNED = 64  # bytes; the arrays that processes share begin at multiples of it
+LEFT = 2  # CPUs left to the training process, which dispatches the model's operations, and its threads
+SHARED = "/dev/shm"  # shared memory that loader processes pass their results in
+OF_PROCESS = "in DataLoader worker process"  # words of PyTorch in the error of a loader process
+SAID = 200  # most characters of an error of a loader process
+NAMED = 30.0  # seconds without a batch after which loader processes are logged
+STOPPED = 120.0  # seconds without a batch after which stopped processes end the run
+SLACK = 120.0  # seconds that any batch may take beyond those that a store may be away
+ALIGNED = 64  # bytes; shared arrays begin at multiples of it
 
 _starting = threading.Lock()
 
 
 def processes(asked: int | Literal["auto"], cpus: float) -> int:
-    """Return the number of loader processes of a rank that has so many CPUs; auto leaves two of them to training."""
+    """Return the number of loader processes of a rank with so many CPUs. "auto" leaves LEFT of them to training."""
     return max(int(cpus) - LEFT, 1) if asked == "auto" else asked
 
 
 def start_server() -> None:
-    """Start what loader processes are forked from, unless it runs. It imports in its own time what they need."""
+    """Start the server that loader processes are forked from, unless it runs. It imports what they need meanwhile."""
     fork_server.start(IMPORTED)
 
 
@@ -59,8 +59,8 @@ def start_server() -> None:
 def loaded(
     dataset: IterableDataset[T], workers: int, **options: Any
 ) -> Iterator[tuple[Iterator[T], Collection[BaseProcess]]]:
-    """A context in which loader processes iterate over a dataset, or this process where there are none; with an
-    iterator over what they load, and the processes. `options` are PyTorch's."""
+    """A context in which loader processes iterate over a data set, or this process if `workers` is 0. It has an
+    iterator over their results, and the processes. `options` are those of PyTorch's DataLoader."""
     if not workers:
         yield _explained(DataLoader(dataset, batch_size=None, **options)), ()
         return
@@ -82,7 +82,7 @@ def loaded(
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """A context in which processes start that do not run the user's script again, as Python would let them."""
+    """A context in which new processes do not run the user's script again, as Python would make them do."""
     with _starting:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -93,12 +93,12 @@ def _without_main() -> Iterator[None]:
 
 
 class _Sent(IterableDataset[T]):
-    """A dataset that is sent to other processes with the environment and the plug-ins of this one. They share the
-    memory of its arrays."""
+    """A data set that is sent to processes with the environment and plug-ins of this one. They share its arrays'
+    memory."""
 
     def __init__(self, dataset: IterableDataset[T]) -> None:
         self.dataset = dataset
-        self.arrays: torch.Tensor | None = None  # the bytes of all arrays
+        self.arrays: torch.Tensor | None = None  # bytes of all arrays
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.dataset)
@@ -119,7 +119,7 @@ class _Sent(IterableDataset[T]):
 def _received(
     environment: Mapping[str, str], packed: Mapping[str, Sources], data: bytes, arrays: torch.Tensor, spans: list[slice]
 ) -> IterableDataset[Any]:
-    """Return the dataset in a loader process, whose objects may be of classes of plug-ins."""
+    """Return the data set in a loader process, after installing the plug-ins whose classes its objects may have."""
     os.environ.clear()
     os.environ.update(environment)
     plugins.install(packed)
@@ -128,13 +128,13 @@ def _received(
 
 
 def _begin(records: Any, worker: int) -> None:
-    """End a loader process with its parent, which also logs what it logs."""
+    """Let a loader process end with its parent, and send its log records there."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger().handlers = [logging.handlers.QueueHandler(records)]
 
 
 def _end_with_parent() -> None:
-    """End this process once its parent has died. PyTorch looks for itself only between reads, and after seconds."""
+    """End this process once its parent has died. PyTorch's own check comes only between reads, and after seconds."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -142,7 +142,7 @@ def _end_with_parent() -> None:
 
 
 class _Relay(logging.Handler):
-    """Logs what a loader process has logged as if this process had."""
+    """Handles log records of loader processes as if this process had logged them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
@@ -150,14 +150,14 @@ class _Relay(logging.Handler):
 
 
 def _explained(items: Iterable[T]) -> Iterator[T]:
-    """Yield what is loaded. An error is one line."""
+    """Yield the items, and turn an error into one line."""
     with _one_line():
         yield from items
 
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """A context in which an error of a loader process is raised as `of_process` says it."""
+    """A context in which an error of a loader process is raised as `of_process` returns it."""
     try:
         yield
     except Exception as e:
@@ -166,7 +166,7 @@ def _one_line() -> Iterator[None]:
 
 
 def of_process(error: Exception) -> Exception:
-    """Return an error of a loader process in one line; PyTorch's has the traceback of the process in its text."""
+    """Return an error of a loader process as one line. PyTorch puts the traceback of the process into its message."""
     text = str(error).strip()
     full = "shared memory" in text or SHARED in text or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
     if full and os.path.isdir(SHARED):
@@ -184,11 +184,11 @@ def of_process(error: Exception) -> Exception:
 
 
 class LoaderWatch:
-    """Follows the processes of one loader inside its `with`. What is stopped at the end is killed: it hears no other
-    signal, and Python would wait for it when this process ends."""
+    """Watches the processes of one loader inside a `with`. Processes that are stopped at its end are killed: they
+    receive no other signal, and Python would wait for them when this process ends."""
 
     def __init__(self, processes: Collection[BaseProcess], patience: float) -> None:
-        """`patience` is the number of seconds for which the store may be away."""
+        """`patience` is the number of seconds for which a store may be unavailable."""
         self.processes, self.patience, self.named = processes, patience, False
 
     def __enter__(self) -> "LoaderWatch":
@@ -200,7 +200,7 @@ class LoaderWatch:
                 process.kill()
 
     def look(self, waited: float) -> None:
-        """Warn when no batch has come for some seconds. Raises RuntimeError when none is to be expected any more."""
+        """Log a warning when no batch has come for NAMED seconds. Raises RuntimeError when none can be expected."""
         if waited < NAMED:
             self.named = False
             return

@@ -1,9 +1,8 @@
 """Packs the decoded images of a step one after the other, for a device that crops them.
 
-Of an image only what its crops show travels. Where that is more than MOST times the pixels of the crops, the crops
-travel instead: the device resizes each to its own size, which changes nothing. So a step takes at most MOST times the
-memory of its crops, in shared and pinned memory and on the device, and as much again in the reader that joins it.
-"""
+Only the part of an image that its crops show is packed. If that has more than MOST times the pixels of the crops, the
+crops themselves are packed: the device resizes each to the size that it has, which changes nothing. So a step takes at
+most MOST times the memory of its crops, in shared and pinned memory and on the device, and again in the reader."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,20 +28,20 @@ Crops = Literal["auto", "cpu", "device"]
 class Packed:
     """The decoded images of b rows of a step."""
 
-    pixels: Tensor  # (P, N) uint8: those of all images one after the other
-    boxes: Boxes  # (V, b, 4) what `crop_batch` takes
+    pixels: Tensor  # (P, N) uint8, of all images one after the other
+    boxes: Boxes  # (V, b, 4) as in `crop_batch`
 
 
 class Packer:
-    """Joins the images of one step after the other, each in the same memory: were all images of a step kept until its
-    end, every one would be decoded into new memory, which takes a quarter of the time of decoding."""
+    """Joins the images of each step in memory that is reused. If all images of a step were kept until its end, each
+    would be decoded into new memory, which takes a quarter as long as decoding."""
 
     def __init__(self, views: Views, channels: int) -> None:
         self.memory = torch.empty(0, channels, dtype=torch.uint8)
         self.begin(views, 0)
 
     def begin(self, views: Views, rows: int) -> None:
-        """Begin a step of so many rows with these views."""
+        """Begin a step of `rows` rows with these views."""
         self.views, own = views, int((views.size**2).sum())
         self.most, room = int(MOST * own), int(max(MOST, 1) * own) * rows
         self.boxes, self.row, self.used = np.empty((len(views.views), rows, 4), np.int64), 0, 0
@@ -50,8 +49,8 @@ class Packer:
             self.memory = self.memory.new_empty(room, self.memory.shape[1])
 
     def add(self, image: Tensor, boxes: Boxes) -> None:
-        """Keep what a device needs of the next decoded image (N, H, W) for its crops (V, 4), top, left, height and
-        width."""
+        """Pack the pixels of the next decoded image (N, H, W) that its crops show. The rows of `boxes` (V, 4) are top,
+        left, height and width."""
         ends, (top, left) = (boxes[:, :2] + boxes[:, 2:]).max(0), boxes[:, :2].min(0)
         height, width = ends - (top, left)
         if height * width > self.most:
@@ -79,7 +78,7 @@ class Packer:
 
 
 def on_device(parts: Sequence[Packed], device: torch.device) -> Packed:
-    """Return the images of some readers together, on the device."""
+    """Join the images of several readers on the device."""
     lengths = [len(part.pixels) for part in parts]
     pixels = torch.empty((sum(lengths), parts[0].pixels.shape[1]), dtype=torch.uint8, device=device)
     boxes = np.concatenate([part.boxes for part in parts], 1)
@@ -90,7 +89,7 @@ def on_device(parts: Sequence[Packed], device: torch.device) -> Packed:
 
 
 def packs(crops: Crops, views: Sequence[View], device: torch.device) -> bool:
-    """Return whether the device shall crop. Raises UserError where it is asked to and cannot."""
+    """Return whether the device crops. Raises UserError where the recipe asks for that and it is not possible."""
     if crops == "cpu":
         return False
     on_crops = next((key for view in views for key in ("randaugment", "operations") if getattr(view, key)), None)

@@ -1,8 +1,7 @@
 """Divides the images of a Parquet file into blocks, runs of neighbouring pages, and reads a block with one request.
 
-A row group is a block, or some small ones are, or a part of the pages of a large one. The images of a file are
-numbered in bytes as if they followed each other without anything between them.
-"""
+A block is a row group, several small ones, or some of the pages of a large one. The images of a file have positions in
+bytes as if they followed each other without gaps."""
 
 import io
 import threading
@@ -23,21 +22,21 @@ from eagleray.data.parquet_pages import DICTIONARY, ends, pages_between
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-WASTE = 0.05  # bytes between two chunks that are read with them, as a share of a block
-MOST_AT_ONCE = 2**28  # bytes of images that are unpacked together: each may be the largest of its dictionary
-LOCKS = 64  # blocks are dealt to so many locks
+WASTE = 0.05  # most bytes between two chunks that are read with them, as a share of a block
+MOST_AT_ONCE = 2**28  # most bytes of images unpacked together, if each were the largest of its dictionary
+LOCKS = 64  # number of locks that blocks are distributed over
 
 
 class Part(NamedTuple):
-    """A block, or a candidate for a part of one: chunks that follow each other in a file."""
+    """A block, or a candidate for a part of one: neighbouring chunks of a file."""
 
     chunks: list[Chunk]
-    size: int  # bytes that its pages take in memory
+    size: int  # bytes of its pages in memory
 
 
 def parts(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
-    """Yield the blocks of a column of images. Raises UserError for pages that are too large, and ValueError for a
-    footer that cannot be true."""
+    """Yield the blocks of a column of images. Raises UserError for too large pages, ValueError for an impossible
+    footer."""
     open_: Part | None = None
     for part in _pieces(blob, metadata, column):
         if part.size > LARGEST_BLOCK:
@@ -56,13 +55,13 @@ def parts(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
 
 
 def _fits(one: Part, other: Part) -> bool:
-    """Return whether a block has room for the next part, with little between them in the file."""
+    """Return whether the next part fits into a block, with a small gap between them in the file."""
     gap, span = other.chunks[0].begin - one.chunks[-1].end, other.chunks[-1].end - one.chunks[0].begin
     return 0 <= gap <= WASTE * span and max(span, one.size + other.size) <= BLOCK
 
 
 def _pieces(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
-    """Yield the row groups, of which large ones are divided between pages."""
+    """Yield the row groups as parts. Large ones are divided between pages."""
     source = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True)))
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -82,7 +81,7 @@ def _pieces(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part
 
 
 def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
-    """Yield the pages of a column chunk in parts of about BLOCK; those that need its dictionary stay with it."""
+    """Yield the pages of a column chunk in parts of about BLOCK bytes; those that need its dictionary stay with it."""
     found = list(pages_between(source, chunk.begin, chunk.end, chunk.rows))
     together = max((n for n, page in enumerate(found) if page.kind == DICTIONARY or page.needs_dictionary), default=-1)
     begin, rows, size = chunk.begin, 0, 0
@@ -96,8 +95,8 @@ def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
 
 
 def unpack(data: memoryview, begin: int, chunks: Sequence[Chunk], depth: int) -> pa.Array:
-    """Return the images, null where a cell is, of the bytes of a file from `begin` on. Raises ValueError or an
-    ArrowException where they are damaged, or take more memory than a block may."""
+    """Return images, null if their cell is, from bytes of a file that begin at its byte `begin`. Raises ValueError or
+    an ArrowException where they are damaged, or take more memory than a block may."""
     size = largest = 0
     source = pa.BufferReader(pa.py_buffer(data))
     for chunk in chunks:
@@ -122,8 +121,8 @@ def unpack(data: memoryview, begin: int, chunks: Sequence[Chunk], depth: int) ->
 
 
 def packed(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return where each image (n + 1,) begins and the last one ends in the bytes of all, and these bytes. Null ones
-    have none."""
+    """Return the first byte of each image and the end of the last one (n + 1,) in the joined bytes, and these bytes.
+    Null images have none."""
     _, offsets, data = images.buffers()
     places = np.frombuffer(offsets, np.int32)[images.offset : images.offset + len(images) + 1]
     all_bytes = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
@@ -131,20 +130,21 @@ def packed(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 class Blocks:
-    """The blocks of one file, as its index has them."""
+    """The blocks of one file, as its index describes them."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
-        """`known` is what `as_json` returned. Where blocks end is said in bytes of images."""
+        """`known` is a result of `as_json`. Its `ends` of blocks are in bytes of images."""
         self.depth, self.ends = known["depth"], known["ends"]
         self.chunks = [[Chunk(*row[at : at + 4]) for at in range(0, len(row), 4)] for row in known["chunks"]]
 
     @staticmethod
     def as_json(depth: int, ends: Sequence[int], chunks: Iterable[Sequence[Chunk]]) -> dict[str, Any]:
-        """Return blocks as plain values. An image is inside of `depth` optional fields."""
+        """Return blocks as values that JSON can hold. `depth` is the number of optional fields around an image."""
         return {"depth": depth, "ends": list(ends), "chunks": [[n for c in row for n in c] for row in chunks]}
 
     def between(self, begin: int, end: int) -> Iterator[tuple[int, slice]]:
-        """Yield the blocks that the images from `begin` to `end` are in, and which bytes of each."""
+        """Yield the numbers of the blocks with the images from byte `begin` to `end`, and each block's slice of
+        bytes."""
         for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.ends)):
             first = self.ends[number - 1] if number else 0
             if first >= end:
@@ -153,19 +153,19 @@ class Blocks:
 
 
 def span(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """Return where the bytes of a block begin and end in the file."""
+    """Return the first byte of a block in the file, and its end."""
     return chunks[0].begin, chunks[-1].end
 
 
 class Unpacked:
-    """The unpacked blocks that anything in this process still uses: lanes that share a block unpack it once."""
+    """The unpacked blocks that are in use in this process, so that lanes with a common block unpack it once."""
 
     def __init__(self) -> None:
         self.locks = [threading.Lock() for _ in range(LOCKS)]
         self.known: weakref.WeakValueDictionary[Any, NDArray[np.uint8]] = weakref.WeakValueDictionary()
 
     def get(self, key: tuple[Any, ...], load: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Return the images of a block, which `load` reads and unpacks where nobody has them."""
+        """Return the images of a block. `load` reads and unpacks them if nobody uses them yet."""
         with self.locks[hash(key) % LOCKS]:
             images = self.known.get(key)
             if images is None:

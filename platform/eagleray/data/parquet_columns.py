@@ -1,4 +1,4 @@
-"""Finds out which column of a Parquet file holds its images and which one their classes: by type, then by name."""
+"""Finds the columns of images and of classes in a Parquet file, first by type, then by name."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -13,24 +13,23 @@ from eagleray.data.kinds import NONE
 
 IMAGES = {"image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes"}
 LABELS = {"label", "labels", "class", "cls", "target", "category", "class_id", "label_id", "fine_label", "coarse_label"}
-NAMED = 12  # columns that a message names
-LONGEST = 200  # characters of the name of a class
+NAMED = 12  # most columns that a message names
+LONGEST = 200  # most characters of a class's name
 
 
 class Columns(NamedTuple):
-    """The columns of a file that are read. Names within a column that has others inside follow after a dot."""
+    """The columns of a file that are read. A nested column has the name of the outer one and a dot before its own."""
 
     image: str
-    leaf: int  # the number of the column in the file that has the bytes
-    depth: int  # the optional fields that a value of it is inside of
-    path: str  # column of the files' names; empty: none
+    leaf: int  # number in the file of the column that has the bytes
+    depth: int  # optional fields around a value of that column
+    path: str  # column of file names; empty: none
     label: str  # empty: none
-    classes: tuple[str, ...]  # the names of the classes, where the file has them
+    classes: tuple[str, ...]  # names of the classes, if the file has them
 
 
 def choose(url: str, file: pq.ParquetFile, image: str = "", label: str = "") -> Columns:
-    """Return the columns of a file, of which the caller may name some. Raises UserError where none is meant, or where
-    it is not clear which one."""
+    """Return the columns of a file. The caller may name some. Raises UserError where none fits, or several do."""
     schema, features = file.schema_arrow, _features(file.schema_arrow)
     images = {f.name: _kind(features, f.name) == "Image" for f in schema if may_hold_images(f.type)}
     numbers = {f.name: _kind(features, f.name) == "ClassLabel" for f in schema if _holds_classes(f.type)}
@@ -53,12 +52,12 @@ def choose(url: str, file: pq.ParquetFile, image: str = "", label: str = "") -> 
 
 
 def _likely(found: Mapping[str, bool], usual: set[str]) -> list[str]:
-    """Return those columns of which the file says what they are or, where it does not, those with a usual name."""
+    """Return the columns that the file declares to be of this kind or, if there is none, those with a usual name."""
     return [name for name in found if found[name]] or [name for name in found if name.lower() in usual]
 
 
 def _one(url: str, key: str, given: str, found: Collection[str], likely: Sequence[str], schema: pa.Schema) -> str:
-    """Return the given column, or the likely one, or nothing. Raises UserError."""
+    """Return the given column, or the only likely one, or "". Raises UserError for a missing or ambiguous one."""
     if given and given not in found:
         raise UserError(f"{url}: {key}={given}: no such column; the columns are {_typed(schema)}")
     if given or len(likely) < 2 or key in likely:
@@ -71,7 +70,7 @@ def _one(url: str, key: str, given: str, found: Collection[str], likely: Sequenc
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """Return what Hugging Face's `datasets` says of the columns in the metadata of a file; nothing if it does not."""
+    """Return the description of the columns that Hugging Face's `datasets` has put into the file's metadata, or {}."""
     try:
         known = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError, RecursionError):
@@ -89,7 +88,7 @@ def _names(feature: dict[str, Any]) -> tuple[str, ...]:
 
 
 def may_hold_images(kind: pa.DataType) -> bool:
-    """Return whether a column of this type may hold the bytes of images, by themselves or with their paths."""
+    """Return whether a column of this type may hold the bytes of images, alone or with their paths."""
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and _is_binary(kind.field("bytes").type)
     return _is_binary(kind)
@@ -108,11 +107,11 @@ def _holds_classes(kind: pa.DataType) -> bool:
 
 
 def _leaf(file: pq.ParquetFile, path: str) -> int:
-    """Return the number of the column of this path. Raises AssertionError where there is none."""
+    """Return the number of the column with this path, which must exist."""
     return next(n for n in range(len(file.schema)) if file.schema.column(n).path == path)
 
 
 def _typed(schema: pa.Schema) -> str:
-    """Name the columns with their types."""
+    """Return the names of the columns with their types."""
     shown = [f"{readable(f.name)} ({str(f.type)[:60]})" for f in schema]
     return ", ".join(shown[:NAMED] + [f"{len(shown) - NAMED} more"] * (len(shown) > NAMED)) or "there are none"

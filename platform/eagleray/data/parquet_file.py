@@ -1,4 +1,4 @@
-"""Opens Parquet files, local or in a store, and reads columns of theirs that are not images, in bounded memory."""
+"""Opens Parquet files, local or in a store, and reads their columns other than images, in bounded memory."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -12,20 +12,20 @@ from eagleray.data.parquet_pages import pages
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
-FREE, PER_BYTE = 2**26, 64  # bytes of memory that a page may take, and those for each of its bytes in the file
+FREE, PER_BYTE = 2**26, 64  # bytes of memory for any page, and more for each of its bytes in the file
 
 
 def open_parquet(blob: Blob) -> pq.ParquetFile:
-    """Open a Parquet file, local or in a store. Raises UserError when the file is not in the Parquet format."""
+    """Open a Parquet file, local or in a store. Raises UserError when it is not in the Parquet format."""
     with explained(f"{blob.url}: not a Parquet file", pa.ArrowException, OSError, UnicodeDecodeError):
         file = pq.ParquetFile(io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
-        assert file.schema_arrow is not None  # is made now
+        assert file.schema_arrow is not None  # read now, so that its errors are explained
         return file
 
 
 def excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> tuple[str, int]:
-    """Return why a row group cannot be read, or an empty text, and the bytes that the largest of its pages takes in
-    memory: some thousand bytes of a file may unpack to gigabytes, and its footer need not say so. Raises UserError."""
+    """Return why a row group cannot be read, or "", and the bytes of its largest page in memory: some thousand bytes
+    may unpack to gigabytes, and the footer need not say so. Raises UserError for damaged page headers."""
     source = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True))
     largest = 0
     with explained(f"{blob.url}: row group {group} cannot be read", ValueError):
@@ -37,6 +37,6 @@ def excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str])
 
 
 def batches(file: pq.ParquetFile, url: str, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield a row group, a few rows at a time: a page may say in a few bytes that all rows hold one large value."""
+    """Yield a row group, a few rows at a time: a page may state in a few bytes that all rows hold one large value."""
     with explained(f"{url}: row group {group} cannot be read", pa.ArrowException, OSError):
         yield from file.iter_batches(rows, row_groups=[group], columns=columns)

@@ -1,8 +1,7 @@
-"""Writes the footer of a Parquet file that has some pages of one column of another file, whose bytes are not changed.
+"""Writes a Parquet footer for some pages of one column of another file, so that their bytes are used unchanged.
 
-A reader of Parquet reads whole column chunks, which may be a whole file; with such a footer it reads any run of pages.
-The structs are those of parquet-format (`FileMetaData` and below), in Thrift's compact protocol.
-"""
+Readers of Parquet read whole column chunks, which may be a whole file. With such a footer they read any run of pages.
+The structs are those of parquet-format (`FileMetaData` and below), in Thrift's compact protocol."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,24 +9,24 @@ from typing import NamedTuple
 from eagleray.data.parquet_pages import BINARY, I32, I64, LIST, STRUCT
 
 MAGIC = b"PAR1"
-BYTES, OPTIONAL, REQUIRED = 6, 1, 0  # the type BYTE_ARRAY, and how often a field is there
+BYTES, OPTIONAL, REQUIRED = 6, 1, 0  # type BYTE_ARRAY, and repetition types
 CODECS = {name: n for n, name in enumerate(("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD"))}
-ENCODINGS = (0, 3, 8)  # The headers of pages say which of them a page has.
-Value = tuple[int, bytes]  # a kind of Thrift's, and the encoded value
+ENCODINGS = (0, 3, 8)  # Each page's header says which of these encodings it has.
+Value = tuple[int, bytes]  # kind of a Thrift value, and its encoding
 
 
 class Chunk(NamedTuple):
-    """Neighbouring pages of one column chunk, with the page of its dictionary if any of them needs it."""
+    """Neighbouring pages of one column chunk, with the chunk's dictionary page if any of them needs it."""
 
-    begin: int  # bytes from the start of the file
+    begin: int  # first byte in the file
     end: int
-    rows: int  # values, null or not
-    codec: int  # one of CODECS
+    rows: int  # number of values, null or not
+    codec: int  # number in CODECS
 
 
 def footer(chunks: Sequence[Chunk], begin: int, depth: int) -> bytes:
-    """Return the end of a file that has MAGIC and then the bytes of another file from `begin` on, in which these chunks
-    are, each as a row group. Its column is `x` or, where `depth` is more than one, inside so many optional fields."""
+    """Return the end of a file that begins with MAGIC and the bytes of another file from `begin` on. Each chunk is a
+    row group. The column is `x`, inside of `depth` - 1 optional fields named `x` if `depth` is above 1."""
     names = ["x"] * max(depth, 1)
     leaf = _struct({1: _i32(BYTES), 3: _i32(OPTIONAL if depth else REQUIRED), 4: _text("x")})
     above = [_struct({3: _i32(OPTIONAL), 4: _text("x"), 5: _i32(1)})] * (len(names) - 1)
@@ -80,7 +79,7 @@ def _list(values: Sequence[Value]) -> Value:
 
 
 def _struct(fields: Mapping[int, Value]) -> Value:
-    """Encode a struct, whose fields are in the order of their numbers."""
+    """Encode a struct from its fields, which are in ascending order of their numbers."""
     out, before = b"", 0
     for number, (kind, value) in fields.items():
         out += bytes([number - before << 4 | kind]) + value

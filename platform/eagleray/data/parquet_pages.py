@@ -1,8 +1,7 @@
-"""Says how large the pages of a Parquet file become in memory, by the same headers that a reader follows.
+"""Computes the size of a Parquet file's pages in memory from the headers that readers follow.
 
-A page may be stored in a thousandth of its size, and the footer need not tell the truth about it. A page header is a
-Thrift struct in the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding").
-"""
+A page may be stored in a thousandth of its size, and the footer need not be true. A page header is a Thrift struct in
+the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding")."""
 
 from collections.abc import Collection, Iterator
 from typing import BinaryIO, NamedTuple
@@ -10,28 +9,28 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-HEADER = 2**16  # bytes of a page header, which may contain statistics
+HEADER = 2**16  # most bytes of a page header, which may contain statistics
 KIND, UNPACKED, PACKED = (
     1,
     2,
     3,
-)  # fields of a page header: its kind, and the bytes of the page in memory and in the file
-DATA, DATA_2 = 5, 8  # its fields with more of a page of values, in the first and in the second version
-VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of these
-DICTIONARY = 2  # a kind of page
-OF_DICTIONARY = (2, 8)  # the encodings whose values are places in the dictionary
-TRUTHS = (1, 2)  # true and false are kinds of their own, which take a byte in a list and none in a struct
+)  # fields of a page header: the page's kind, its bytes in memory and in the file
+DATA, DATA_2 = 5, 8  # fields of a page header with the headers of data pages, versions 1 and 2
+VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of these headers
+DICTIONARY = 2  # kind of a page with a dictionary
+OF_DICTIONARY = (2, 8)  # encodings of values as positions in the dictionary
+TRUTHS = (1, 2)  # kinds of true and false, which take a byte in a list and none in a struct
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 3, 4, 5, 6, 7, 8, 9, 10, 12
-DEPTH = 8  # the deepest nesting of structs
+DEPTH = 8  # deepest nesting of structs and lists in a page header; a deeper one raises ValueError, as it is damaged
 
 
 def largest_page(file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData) -> int:
-    """Return the size in memory of the largest page of a row group, bytes. Raises ValueError for damaged headers."""
+    """Return the bytes in memory of the largest page of a row group. Raises ValueError for damaged headers."""
     return max((page.unpacked for page in pages(file, group)), default=0)
 
 
 class Page(NamedTuple):
-    """A page: its bytes in memory and in the file, where its header begins and its bytes end, its kind, and its
+    """The bytes of a page in memory and in the file, where its header begins and its bytes end, its kind and its
     values."""
 
     unpacked: int
@@ -39,14 +38,14 @@ class Page(NamedTuple):
     begin: int = 0
     end: int = 0
     kind: int = 0
-    values: int = 0  # null or not
+    values: int = 0  # number of values, null or not
     needs_dictionary: bool = False
 
 
 def pages(
     file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData, columns: Collection[str] | None = None
 ) -> Iterator[Page]:
-    """Yield the pages of a row group, or of those columns with their nested ones. Raises ValueError for damaged
+    """Yield the pages of a row group, or of these columns and the columns nested in them. Raises ValueError for damaged
     headers."""
     for number in range(group.num_columns):
         column = group.column(number)
@@ -58,13 +57,13 @@ def pages(
 
 
 def ends(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return where the pages of a column chunk begin and end in the file."""
+    """Return the first byte of a column chunk's pages in the file, and their end."""
     at = min(o for o in (column.dictionary_page_offset, column.data_page_offset) if o)
     return at, at + column.total_compressed_size
 
 
 def pages_between(file: BinaryIO | pa.NativeFile, at: int, end: int, rows: int) -> Iterator[Page]:
-    """Yield the pages of `rows` rows in a part of a file. Raises ValueError for damaged headers."""
+    """Yield the pages with `rows` rows between two offsets of a file. Raises ValueError for damaged headers."""
     count = 0
     while at < end:
         file.seek(at)
@@ -82,14 +81,14 @@ def pages_between(file: BinaryIO | pa.NativeFile, at: int, end: int, rows: int) 
 
 
 class _Reader:
-    """Reads the integers of a struct and of the structs in it, and passes over everything else."""
+    """Reads the integers of a struct and of the structs in it, and skips everything else."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
-        self.inner: dict[int, dict[int, int]] = {}  # the integers of the structs in the outermost one
+        self.inner: dict[int, dict[int, int]] = {}  # integers of the structs inside the outermost one
 
     def struct(self, depth: int = 0) -> dict[int, int]:
-        """Return the integers of a struct by their fields."""
+        """Return the integers of a struct by the numbers of their fields."""
         values, field = dict[int, int](), 0
         while kind := self.byte():
             field = field + (kind >> 4) if kind >> 4 else self.integer()
@@ -102,7 +101,7 @@ class _Reader:
         return values
 
     def skip(self, kind: int, depth: int) -> None:
-        """Pass over a value."""
+        """Skip a value."""
         if kind == STRUCT and depth < DEPTH:
             self.struct(depth + 1)
         elif kind == BINARY:

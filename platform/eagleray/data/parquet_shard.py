@@ -1,4 +1,4 @@
-"""Parquet files as shards: indexes one, and reads images of one by its index."""
+"""Parquet files as shards: indexes a file, and reads its images by the index."""
 
 import json
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
 
 LONGEST_REASON = 300  # characters
-ROWS = 2**16  # rows of labels and names that are read at a time
+ROWS = 2**16  # most rows of labels and names that are read at a time
 NULL, EMPTY, ELSEWHERE = f"{NO_IMAGE}a null cell", "the image has no bytes", f"{NO_IMAGE}the path of one"
 
 
 def scan(blob: Blob) -> pa.Table:
-    """Return the rows of a file, in its order, with the columns of STORED; the metadata says where its blocks are. A
-    file that is damaged or no Parquet is a row with the reason. Raises UserError where it is not clear which column is
-    meant, and for blocks that are too large."""
+    """Return the rows of a file, in its order, with the columns of STORED, and its blocks in the metadata. If a file is
+    damaged or not Parquet, the only row has the reason. Raises UserError where it is ambiguous which column is meant,
+    and for blocks that are too large."""
     try:
         file = open_parquet(blob)
     except UserError as e:
@@ -56,16 +56,16 @@ def _fault(reason: str) -> pa.Table:
 
 
 class _Found:
-    """The rows of a file that have been read so far."""
+    """Collects the rows of a file, block by block."""
 
     def __init__(self, blob: Blob, columns: Columns, names: pa.Array, labels: NDArray[np.int64]) -> None:
         self.blob, self.columns, self.names, self.labels = blob, columns, names, labels
         self.tables = list[pa.Table]()
-        self.row = self.end = 0  # rows, and bytes of images, before
+        self.row = self.end = 0  # rows, and bytes of images, read so far
         self.usable, self.ends, self.chunks = list[int](), list[int](), list[Sequence[Any]]()
 
     def add(self, part: Part) -> None:
-        """Read a block. One that cannot be unpacked is a row with the reason."""
+        """Read a block. If it cannot be unpacked, it becomes one row with the reason."""
         (begin, end), rows = span(part.chunks), sum(chunk.rows for chunk in part.chunks)
         data = store.store(self.blob.url).read(self.blob.url, begin, end - begin, tag=self.blob.tag, patience=PATIENCE)
         first, self.row = self.row, self.row + rows
@@ -102,7 +102,7 @@ class _Found:
             self.chunks.append(part.chunks)
 
     def table(self) -> pa.Table:
-        """Return all rows, and in the metadata where they are."""
+        """Return all rows, with the blocks in the metadata."""
         known = Blocks.as_json(self.columns.depth, self.ends, self.chunks)
         known |= {"image": self.columns.image, "label": self.columns.label, "classes": list(self.columns.classes)}
         said = {BLOCKS: json.dumps(self.usable), PARQUET: json.dumps(known)}
@@ -110,7 +110,7 @@ class _Found:
 
 
 def _beside(blob: Blob, file: pq.ParquetFile, columns: Columns) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return the name, null where there is none, and the class of every row of a file."""
+    """Return the name, null if there is none, and the class of every row of a file."""
     wanted = [name for name in (columns.path, columns.label) if name]
     names, labels = list[pa.Array](), list[NDArray[np.int64]]()
     for group in range(file.num_row_groups if wanted else 0):
@@ -130,7 +130,7 @@ def _beside(blob: Blob, file: pq.ParquetFile, columns: Columns) -> tuple[pa.Arra
 
 
 def _names(paths: pa.Array) -> pa.Array:
-    """Return the paths, null where there is none. Raises an ArrowException for those that are not UTF-8."""
+    """Return paths as text, null where there is none. Raises an ArrowException for those that are not UTF-8."""
     texts = paths.cast(pa.string())
     texts.validate(full=True)
     texts = pc.utf8_slice_codeunits(texts, 0, LONGEST_NAME // 4)
@@ -138,7 +138,8 @@ def _names(paths: pa.Array) -> pa.Array:
 
 
 def _classes(url: str, name: str, values: pa.Array) -> NDArray[np.int64]:
-    """Return classes, -1 where there is none. pandas turns whole numbers to floats where one is missing."""
+    """Return classes, or -1 if missing. pandas stores integers as floats if one is missing. Raises UserError for
+    others."""
     if pa.types.is_floating(values.type):
         floats = values.fill_null(np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
         wrong = floats[~np.isnan(floats) & ~(np.floor(floats) == floats)]
@@ -153,10 +154,10 @@ _unpacked = Unpacked()
 
 
 def read(blob: Blob, known: Any, begin: int, end: int, patience: float) -> memoryview:
-    """Return the bytes of the images of a file from `begin` to `end`, as its index, which says `known`, counts them.
+    """Return the bytes of a file's images from `begin` to `end`, positions in the file's index, whose entry is `known`.
 
-    Where pages cannot be unpacked any more, there are zeros: their checksum is wrong, so that they count as broken
-    samples and do not stop the run. Raises UserError and Outage."""
+    Pages that can no longer be unpacked are read as zeros: their checksums are wrong, so they count as broken samples
+    and do not stop the run. Raises UserError and Outage for failures of the store."""
     blocks = Blocks(known)
     out = list[memoryview]()
     for number, some in blocks.between(begin, end):

@@ -14,15 +14,15 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from eagleray.data.costs import JPEG, BadImage, check_image, check_jpeg, check_webp
 
-# What a sample may be. Pillow reads about forty formats, and starts Ghostscript for some, whatever a file is called.
+# The formats that a sample may have. Pillow knows about forty, by content, and starts Ghostscript for some of them.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM")
 
 
 PNG, TEXTS = b"\x89PNG\r\n\x1a\n", (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
-# What says in a text how the camera was held: `Raw profile type exif` and `XML:com.adobe.xmp`.
-ORIENTED, LONGEST = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0"), 2**19  # bytes of such a text
-LARGEST_TILE = 2**24  # pixels; a tile is decoded whole, however small its image is
-AT_ONCE = 2**22  # pixels that are converted at once
+# The beginnings of PNG texts that may hold the EXIF orientation, and the most bytes of such a text.
+ORIENTED, LONGEST = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0"), 2**19
+LARGEST_TILE = 2**24  # most pixels of a tile, which is decoded whole, however small its image is
+AT_ONCE = 2**22  # pixels that are converted together
 SAMPLES, TILE_WIDTH, TILE_HEIGHT = 277, 322, 323  # tags of TIFF
 
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
@@ -33,12 +33,12 @@ NOT_READ = "a TIFF that Pillow does not read, such as one of five channels or mo
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Return those of the formats that are there: this build of Pillow may lack some, and pillow-heif is optional."""
+    """Return the available ones of FORMATS: this build of Pillow may lack some, and pillow-heif is optional."""
     Image.init()
     with contextlib.suppress(ImportError):
         import pillow_heif
 
-        pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)  # loaders have a process for each core
+        pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)  # as loaders have a process for each core
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -57,8 +57,8 @@ def begins_like_image(start: bytes) -> bool:
 
 
 def open_image(data: bytes | memoryview) -> Image.Image:
-    """Read the header of an image of one of the allowed formats. Raises BadImage, also for one that would take too much
-    memory or time, and whatever Pillow does."""
+    """Open an image of an allowed format and read its header. Raises BadImage, also if decoding would take too much
+    memory or time, and Pillow's errors."""
     if data[:2] == JPEG:
         check_jpeg(data)
     check_webp(data)
@@ -75,8 +75,8 @@ def open_image(data: bytes | memoryview) -> Image.Image:
 
 
 def without_texts(png: bytes | memoryview) -> bytes | memoryview:
-    """Return a PNG without its texts and colour profiles, as Pillow refuses long ones; a short text that may say how
-    the camera was held stays."""
+    """Return a PNG without its texts and colour profiles, as Pillow refuses long ones; short texts that may hold the
+    orientation stay."""
     parts, at, kept = [], len(PNG), 0
     while at + 12 <= len(png):
         kind, end = bytes(png[at + 4 : at + 8]), at + 12 + int.from_bytes(png[at : at + 4])
@@ -88,9 +88,9 @@ def without_texts(png: bytes | memoryview) -> bytes | memoryview:
 
 
 def _oriented(text: bytes) -> bool:
-    """Return whether a text of a PNG may say how the camera was held, and is short once it is decompressed."""
+    """Return whether a text of a PNG may hold the orientation, and is short once it is decompressed."""
     name = next((name for name in ORIENTED if text.startswith(name)), None)
-    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # not compressed, as those who write XMP shall do
+    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # not compressed, as writers of XMP must leave it
         return name is not None
     unpack = zlib.decompressobj()
     try:
@@ -107,7 +107,7 @@ def read_pixels(data: bytes | memoryview) -> NDArray[np.uint8]:
 
 @contextlib.contextmanager
 def decoding() -> Iterator[None]:
-    """A context in which every error is raised as BadImage: decoders raise whatever they like on broken input."""
+    """A context in which every error is raised as BadImage, as decoders raise any error on broken input."""
     try:
         yield
     except BadImage:
@@ -117,18 +117,19 @@ def decoding() -> Iterator[None]:
 
 
 def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
-    """Decode an image into upright RGB pixels (H, W, 3). Raises whatever Pillow does."""
+    """Decode an image into upright RGB pixels (H, W, 3). Raises BadImage and Pillow's errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large images and transparent palettes
         with open_image(data) as image:
             _check_tiff(image)
-            image.load()  # the first frame of an animation
+            image.load()  # loads the first frame of an animation
             ImageOps.exif_transpose(image, in_place=True)
             return _rgb(image)
 
 
 def _check_tiff(image: Image.Image) -> None:
-    """Raise BadImage for a TIFF of which Pillow would show one of several planes, or whose tiles take much memory."""
+    """Raise BadImage for a TIFF with several planes, of which Pillow would show one, or with tiles that take much
+    memory."""
     tags = getattr(image, "tag_v2", {})
     if tags.get(SAMPLES, 1) > 2 and len(image.getbands()) == 1:
         raise BadImage(NOT_READ)
@@ -138,9 +139,8 @@ def _check_tiff(image: Image.Image) -> None:
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of a decoded image. What is transparent shows white; where all is of one colour
-    then, black; where it still is, the colours that are hidden. Raises BadImage for an image in which nothing is seen.
-    """
+    """Return the RGB values (H, W, 3) of a decoded image. Transparent parts are shown on white; on black, if all would
+    be of one colour on white; without transparency, if on black as well. Raises BadImage for one that shows nothing."""
     if _is_deep(image) or not image.has_transparency_data:
         return _before(image, None)
     for ground in (255, 0, None):
@@ -153,12 +153,12 @@ def _rgb(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def _is_deep(image: Image.Image) -> bool:
-    """Return whether values have 16 bits or more, which Pillow would clip to white."""
+    """Return whether values have 16 bits or more, so that Pillow would clip them to white."""
     return image.mode.startswith("I") or image.mode == "F"
 
 
 def _parts(image: Image.Image) -> Iterator[Image.Image]:
-    """Yield an image some rows at a time: a whole one that is converted would be in memory several times."""
+    """Yield an image some rows at a time, as converting a whole one would hold it in memory several times."""
     width, height = image.size
     rows = max(1, AT_ONCE // width)
     for top in range(0, height, rows):
@@ -166,7 +166,7 @@ def _parts(image: Image.Image) -> Iterator[Image.Image]:
 
 
 def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of an image before a ground of this grey, or without its transparency."""
+    """Return the RGB values (H, W, 3) of an image on a `ground` of this grey, or with None without its transparency."""
     out, top = np.empty((image.height, image.width, 3), np.uint8), 0
     deep = _is_deep(image)
     unit = _unit(_parts(image), fractions=image.mode == "F") if deep else np.float32(1)
@@ -184,8 +184,8 @@ def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
 
 
 def _unit(parts: Iterable[Image.Image], *, fractions: bool) -> np.float32:
-    """Return what grey values of 16 bits, of 8, or with `fractions` from 0 to 1 are multiplied by, to have eight bits.
-    Raises BadImage for values that are none of these."""
+    """Return the factor that scales grey values to 8 bits, if they have 16 bits, 8 bits, or, with `fractions`, lie from
+    0 to 1. Raises BadImage for other values."""
     extremes = np.array([(values.min(), values.max()) for values in map(np.asarray, parts)], np.float32)
     low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
     if not (low >= 0 and high <= 65535):
@@ -194,6 +194,6 @@ def _unit(parts: Iterable[Image.Image], *, fractions: bool) -> np.float32:
 
 
 def reason(error: Exception) -> str:
-    """The decoder's message on one line, without addresses in memory or in source files."""
+    """Return the decoder's message on one line, without addresses in memory or in source files."""
     text = re.sub(r"decode_jpeg, \S+\.cpp:\d+, | <_io\.BytesIO object at \w+>", "", str(error))
     return " ".join(text.split())[:200] or type(error).__name__

@@ -15,17 +15,17 @@ class BadSample:
 
     shard: str  # URL
     key: str
-    offset: int  # bytes, of the image in the shard; -1 where there is none
+    offset: int  # of the image in the shard, bytes; -1 without an image
     reason: str
 
     @property
     def without_image(self) -> bool:
-        """Return whether nothing is broken: there are texts alone, such as those of a download that failed."""
+        """Return whether the sample is not broken but has only texts, such as those of a failed download."""
         return self.reason.startswith(NO_IMAGE)
 
 
 def broken(samples: Iterable[BadSample]) -> int:
-    """Return how many samples are broken, and not merely without an image."""
+    """Return how many samples are broken, without those that merely lack an image."""
     return sum(not sample.without_image for sample in samples)
 
 
@@ -33,8 +33,8 @@ class Quarantine:
     """Records each broken sample of a run once, over all epochs and restarts."""
 
     def __init__(self, path: Path | None, *, samples: int, limit: float) -> None:
-        """`limit` is the largest fraction of the `samples` that may be broken; those without an image are in neither
-        number. Without a `path` the records are in memory alone."""
+        """`limit` is the largest fraction of the `samples` that may be broken. Samples without an image count in
+        neither number. Without `path`, the records are only in memory."""
         self.path, self.samples, self.limit = path, samples, limit
         self._lines = JsonLines(path) if path else None
         names = {f.name for f in fields(BadSample)}
@@ -58,7 +58,7 @@ class Quarantine:
             )
 
     def __len__(self) -> int:
-        """Return the number of broken samples; a broken shard counts as one."""
+        """Return the number of broken samples. A broken shard counts as one."""
         return broken(self.bad.values())
 
 

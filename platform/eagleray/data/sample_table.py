@@ -1,8 +1,7 @@
 """Tables with a row for each sample of a data set, in the order of its index: embeddings, measured columns.
 
-A table is a folder with `_table.json`, which is written first and says what all rows are, and the files
-`part-000000.parquet` and so on, each written as a whole. So what was interrupted continues, with the same bytes.
-"""
+A table is a folder with `_table.json`, which is written first and describes all rows, and the files
+`part-000000.parquet` and so on, each written as a whole. So interrupted work continues, with the same bytes."""
 
 import functools
 import io
@@ -24,25 +23,25 @@ from eagleray.data.index import Index, open_index
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import find, parent, store
 
-ABOUT = "_table.json"  # readers of a folder of Parquet files pass over this name
+ABOUT = "_table.json"  # name that readers of a folder of Parquet files ignore
 FORMAT = 1
-ROWS = 16_384  # rows of a part
+ROWS = 16_384  # rows per part
 
 
 @dataclass(frozen=True)
 class About:
-    """Describes the rows of a table: those of two tables are equal if all of this but the note is."""
+    """Describes the rows of a table. Two tables have equal rows if all fields but `note` are equal."""
 
-    what: str  # such as embedding
-    settings: Mapping[str, Any]  # the rows depend on them; values that JSON can hold
+    what: str  # kind of the table, such as embedding
+    settings: Mapping[str, Any]  # what the rows depend on; values that JSON can hold
     data: str  # digest of the images
     images: int
-    note: str = ""  # a line for people
+    note: str = ""  # one line for people
     format: int = FORMAT
-    shards: Mapping[str, list[str]] = field(default_factory=dict)  # `shard_digests` of measured columns
+    shards: Mapping[str, list[str]] = field(default_factory=dict)  # results of `shard_digests`, for measured columns
 
     def difference(self, other: "About") -> str:
-        """Return what of this another table has otherwise, such as `size=224`; empty if their rows are equal."""
+        """Return how another table differs, such as `size=224`, or an empty text if the rows of both are equal."""
         if (self.data, self.images) != (other.data, other.images):
             return f"other images ({other.images:,}, here {self.images:,})"
         mine, theirs = ({"what": a.what, "format": a.format, **a.settings} for a in (self, other))
@@ -60,7 +59,7 @@ class SampleTable:
 
     @classmethod
     def create(cls, folder: str, about: About) -> "SampleTable":
-        """Return a table to write to or to continue. Raises UserError when the folder has another one."""
+        """Return a table to write or to continue. Raises UserError when the folder has a different one."""
         known = read_about(folder)
         if known and (other := about.difference(known)):
             raise UserError(f"{folder}: has a table of {other}; out=FOLDER names another place")
@@ -76,16 +75,16 @@ class SampleTable:
         return range(-(-self.about.images // ROWS))
 
     def samples(self, number: int) -> NDArray[np.int64]:
-        """Return the samples of a part."""
+        """Return the numbers of a part's samples."""
         return np.arange(number * ROWS, min((number + 1) * ROWS, self.about.images), dtype=np.int64)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not written."""
+        """Return the numbers of the parts that are not written yet."""
         there = {blob.url.rpartition("/")[2] for blob in store(self.folder).list(f"{self.folder}/", "part-")}
         return [number for number in self.parts if file_name(number) not in there]
 
     def write(self, number: int, index: Index, columns: Mapping[str, Any]) -> None:
-        """Write a part: these columns, behind shard, key and label of its samples. Raises UserError when it cannot be
+        """Write a part: shard, key and label of its samples, and then these columns. Raises UserError when it cannot be
         written."""
         samples, buffer = self.samples(number), io.BytesIO()
         names = [blob.url.rpartition("/")[2] for blob in index.shards]
@@ -97,7 +96,7 @@ class SampleTable:
             store(self.folder).write(f"{self.folder}/{file_name(number)}", buffer.getvalue())
 
     def read(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """Return columns of a part. Raises UserError when it is not as it was written."""
+        """Return columns of a part. Raises UserError when it is missing, damaged or not as `_table.json` says."""
         rows = self._load(number, lambda file: pq.read_table(file, columns=list(columns)))
         place = f"{self.folder}/{file_name(number)}"
         if len(rows) != len(self.samples(number)) or set(rows.column_names) != set(columns):
@@ -105,11 +104,11 @@ class SampleTable:
         return rows
 
     def columns(self) -> list[str]:
-        """Return the columns behind shard, key and label. Raises UserError when the first part is damaged."""
+        """Return the names of the columns after shard, key and label. Raises UserError for a damaged first part."""
         return [name for name in self._load(0, pq.read_schema).names if name not in ("shard", "key", "label")]
 
     def _load(self, number: int, read: Callable[[io.BytesIO], Any]) -> Any:
-        """Return what a function reads in the file of a part. Raises UserError when it is missing or damaged."""
+        """Return what `read` reads from the file of a part. Raises UserError when the file is missing or damaged."""
         place = f"{self.folder}/{file_name(number)}"
         again = f"{place}: missing or damaged; delete it, and the same command writes it again"
         with explained(again, FileNotFoundError, pa.ArrowException, why=False):
@@ -117,14 +116,14 @@ class SampleTable:
 
 
 def file_name(number: int) -> str:
-    """Return the name of the file of a part."""
+    """Return the file name of a part."""
     return f"part-{number:06d}.parquet"
 
 
 @functools.lru_cache(maxsize=1)
 def index_of(url: str, data: str, channels: Channels = ()) -> Index:
-    """Open the index of the data of a table, whose images have these channels, once for tasks that follow each other.
-    Raises UserError when the data has another digest."""
+    """Open the index of a table's data, whose images have these channels. The last index is kept for the next call.
+    Raises UserError when the data's digest is not `data`."""
     index = open_index(url, note=lambda _: None, channels=channels)
     if data_digest(index, np.arange(len(index))) != data:
         raise UserError(f"{url}: the data changed meanwhile; the same command begins anew in another folder")
@@ -132,14 +131,15 @@ def index_of(url: str, data: str, channels: Channels = ()) -> Index:
 
 
 def read_about(folder: str) -> About | None:
-    """Return what the rows of the table in a folder or URL are, or None where there is none. Raises UserError."""
+    """Return the description of the table in a folder or URL, or None without one. Raises UserError if it is
+    damaged."""
     place = f"{folder}/{ABOUT}"
     with explained(f"{place}: not the description of a table of samples", ValueError, TypeError, why=False):
         return None if (text := find(place)) is None else About(**json.loads(text))
 
 
 def home_of(index: Index) -> str:
-    """Return the folder of all shards. Raises UserError where they are in several."""
+    """Return the folder of all shards. Raises UserError when they are in several."""
     folders = homes(index.shards)
     if len(folders) > 1:
         raise UserError(f"out: missing; the shards are in {len(folders)} folders, such as {min(folders)}")
@@ -152,14 +152,13 @@ def homes(shards: Iterable[Blob]) -> set[str]:
 
 
 def complete_tables(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
-    """Yield the tables in the folder `inside` beside some shards that are wanted and complete; none where the shards
-    are in several folders."""
+    """Yield those of `tables_beside` that are complete."""
     return (table for table in tables_beside(shards, inside, wanted) if not table.missing())
 
 
 def tables_beside(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
-    """Yield the tables in the folder `inside` beside some shards that are wanted, complete or not; none where the
-    shards are in several folders."""
+    """Yield the tables, complete or not, in the folder `inside` beside some shards that `wanted` accepts. Without a
+    common folder of the shards, there are none."""
     home, *others = homes(shards)
     if others:
         return

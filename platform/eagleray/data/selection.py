@@ -1,9 +1,8 @@
 """Chooses how often each sample is read in an epoch, as a pure function of its weight, the seed and the epoch.
 
-A sample of weight 2.3 is read twice or three times in an epoch, 2.3 times in the mean; one of weight 0 never. Every
-epoch has the same number of readings. The readings of a sample lie in different visits of its block, which are shuffled
-apart, so that one batch seldom holds the same image twice.
-"""
+A sample of weight 2.3 is read two or three times in an epoch, 2.3 times on average. A sample of weight 0 is never read.
+Every epoch has the same number of readings. The readings of a sample are in different visits of its block, which are
+shuffled independently, so that a batch seldom holds an image twice."""
 
 import functools
 import hashlib
@@ -15,10 +14,10 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 
-FEW = 0.1  # share of the bytes of all samples, below which shards with the others only cost less
-MOST = 1000.0  # the largest weight: more would be a mistake, and readings are counted in 16 bits
-CHUNK = 2**20  # samples that are handled at a time, and so part of what is drawn
-STREAM = 3  # the orders of blocks and samples use other streams of the same seed
+FEW = 0.1  # share of all samples' bytes; if less is read, shards of the read samples alone are advised
+MOST = 1000.0  # largest weight: a larger one is a mistake, and readings are counted in 16 bits
+CHUNK = 2**20  # samples processed at a time; it decides which random numbers are drawn
+STREAM = 3  # random stream; the orders of blocks and samples use other streams of the seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +25,9 @@ class Selection:
     """The mean number of readings of each of N samples in an epoch."""
 
     weight: NDArray[np.float32]  # (N,)
-    kept_bytes: int = 1  # bytes of the samples that are read at all
+    kept_bytes: int = 1  # of the samples that are read at all
     bytes: int = 1  # bytes of all samples
-    left_out: tuple[dict[str, int], ...] = ()  # how many samples of each source are not read, by reason
+    left_out: tuple[dict[str, int], ...] = ()  # number of unread samples of each source, by reason
 
     @functools.cached_property
     def whole(self) -> int:
@@ -37,12 +36,12 @@ class Selection:
 
     @functools.cached_property
     def rest(self) -> float:
-        """The sum of what is left of the weights after rounding down."""
+        """The sum of the fractional parts of the weights."""
         return sum(float((part - np.floor(part)).sum(dtype=np.float64)) for part in self._parts())
 
     @property
     def total(self) -> int:
-        """Return the readings of an epoch: one at least for what is left, so that no sample is never read."""
+        """Return the readings of an epoch. The fractional parts count as at least one reading, if there are any."""
         return self.whole + max(round(self.rest), int(self.rest > 0))
 
     @functools.cached_property
@@ -58,19 +57,19 @@ class Selection:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of all weights, and of how they are rounded where they are not whole."""
+        """A digest of all weights, and of how they are rounded if some are fractional."""
         exact = "-exact" if self.rest else ""
         return hashlib.sha256(self.weight.tobytes()).hexdigest()[:16] + exact
 
     def copies(self, *, seed: int, epoch: int) -> NDArray[np.uint16]:
         """Return how often each sample (N,) is read in an epoch: its weight, rounded down or up.
 
-        What is left of the weights after rounding down is laid out along a line, in a random order, and a sample is
-        read once more for a point u, 1 + u, 2 + u, ... in its stretch, where u is drawn for the epoch from those for
-        which there are as many points in every epoch: systematic sampling."""
+        This is systematic sampling: the fractional parts are laid end to end along a line in random order, and a sample
+        is read once more if a point u, 1 + u, 2 + u, ... lies in its part. u is drawn for each epoch, from those values
+        for which the number of points is the same in every epoch."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
         spare = self.total - self.whole - self.rest
-        u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) points lie up to x, and self.rest has as many
+        u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) points lie up to x
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]
@@ -80,7 +79,7 @@ class Selection:
             ends = end + np.cumsum(rest, dtype=np.float64)
             points = np.floor(ends + u).astype(np.int64)
             left -= int(rows.sum())
-            if number * CHUNK + len(part) == len(out):  # not one more or less by rounding, nor one that is left out
+            if number * CHUNK + len(part) == len(out):  # so that rounding changes neither the sum nor left-out samples
                 may = np.flatnonzero(rest)
                 points = np.minimum(points, reached + left)
                 points[may[-1] if len(may) else len(rest) :] = reached + left
@@ -95,11 +94,11 @@ class Selection:
 
 
 class Visits(NamedTuple):
-    """The M visits of an epoch, sorted by block. Visit number c of a block, counted from 0, reads those of its samples
-    that have more than c readings in the epoch."""
+    """The M visits of an epoch, sorted by block. Visit number c of a block, counted from 0, reads its samples with more
+    than c readings in the epoch."""
 
-    blocks: NDArray[np.int64]  # (M,) the block that each reads
-    sizes: NDArray[np.int64]  # (M,) the samples that each reads
+    blocks: NDArray[np.int64]  # (M,) block of each visit
+    sizes: NDArray[np.int64]  # (M,) number of samples of each visit
 
     def number(self, visit: int) -> int:
         """Return how many visits of the same block come before a visit."""
@@ -107,13 +106,13 @@ class Visits(NamedTuple):
 
 
 def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
-    """Return the visits of an epoch in which samples are read so often, in blocks that begin at `starts` (B + 1,)."""
+    """Return the visits of an epoch. Samples are read `copies` (N,) times, and blocks begin at `starts` (B + 1,)."""
     most = np.maximum.reduceat(copies, starts[:-1]).astype(np.int64) if len(copies) else np.zeros(0, np.int64)
     blocks = np.repeat(np.arange(len(most)), most)
     sizes = np.empty(len(blocks), np.int64)
-    first, many = np.cumsum(most) - most, np.diff(starts)  # the first visit of each block, and its samples
+    first, many = np.cumsum(most) - most, np.diff(starts)  # first visit of each block, and number of its samples
     for c in range(int(most.max(initial=0))):
-        if not (busy := most > c).all():  # one large weight costs visits of its block, not of all
+        if not (busy := most > c).all():  # so that one large weight costs work for its block alone
             copies = copies[np.repeat(busy, many)]
             first, many, most = first[busy], many[busy], most[busy]
         sizes[first + c] = np.add.reduceat(copies > c, np.cumsum(many) - many, dtype=np.int64)
@@ -121,7 +120,7 @@ def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
 
 
 def check_weights(weight: NDArray[np.float64], name: str) -> None:
-    """Raises UserError for weights that cannot be used, or that leave nothing."""
+    """Raises UserError for weights that are negative, not finite, above MOST or all zero."""
     wrong = ~np.isfinite(weight) | (weight < 0)
     if wrong.any():
         example = float(weight[np.argmax(wrong)])

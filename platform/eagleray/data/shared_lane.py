@@ -1,8 +1,7 @@
 """Passes the blocks of a lane from the reader that fetches them to the readers that share the lane.
 
 One reader of a rank leads a lane: it fetches each block once and puts it into shared memory. The others wait for the
-block and map the same memory, which the kernel frees when the last of them has let go of it, also when all are killed.
-"""
+block and map the same memory. The kernel frees it when no process uses it any more, also when all are killed."""
 
 import os
 from collections.abc import Callable
@@ -18,39 +17,39 @@ from eagleray.base import fork_server
 from eagleray.base.errors import Outage, UserError
 from eagleray.data.blocks import Content, Pool
 
-WAIT = 5.0  # seconds between two looks whether the other processes are alive
-SOON = 0.1  # the same at the end
-LEADER, FAILED = -2, -1  # instead of the number of a block: the leader's process, and an error that ended it
+WAIT = 5.0  # seconds between checks that the other processes are alive
+SOON = 0.1  # seconds between these checks at the end
+LEADER, FAILED = -2, -1  # in place of a block's number: the leader's process id, and the error that ended it
 
 
 class SharedLane:
-    """The queues of a lane, one for each reader of the rank but the leader."""
+    """The queues of a lane, one for each reader of the rank except the leader."""
 
     def __init__(self, leader: int, readers: int) -> None:
         self.leader, self.ended = leader, fork_server.CONTEXT.Semaphore(0)
         self.queues: dict[int, Any] = {r: fork_server.CONTEXT.Queue() for r in range(readers) if r != leader}
 
     def end_of(self, reader: int) -> "Leader | Follower":
-        """Return what a reader fetches the lane's blocks with."""
+        """Return the object that gets the lane's blocks for a reader."""
         if reader == self.leader:
             return Leader(list(self.queues.values()), self.ended)
         return Follower(self.queues[reader], self.ended)
 
 
 class Leader:
-    """Fetches blocks, and passes each to the other readers of the lane."""
+    """Fetches the blocks of a lane, and passes each to the other readers of the lane."""
 
     pool: Pool | None = None  # the fetcher's pool
 
     def __init__(self, queues: list[Any], ended: Any) -> None:
-        """`ended` counts the other readers that have ended."""
+        """`ended` is a semaphore that each other reader releases when it ends."""
         self.queues, self.ended = queues, ended
         for queue in queues:
-            queue.cancel_join_thread()  # a reader that has ended takes nothing more
+            queue.cancel_join_thread()  # as a reader that has ended takes nothing more
         self._pass(LEADER, os.getpid())
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
-        """Return the lane's block `number`, counted from where the readers began."""
+        """Return block `number` of the lane, counted from where the readers began."""
         try:
             begin, data, wrong = fetch()
         except (UserError, Outage) as e:
@@ -65,7 +64,7 @@ class Leader:
         self._pass(FAILED, error)
 
     def finish(self, over: Any) -> None:
-        """Wait until the other readers have ended, or the event `over` is set: what is shared can be taken only while
+        """Wait until the other readers have ended, or the event `over` is set, as shared memory can be taken only while
         this process lives."""
         parent = parent_process()
         for _ in self.queues:
@@ -75,7 +74,7 @@ class Leader:
 
     def _pass(self, number: int, item: Any) -> None:
         for queue in self.queues:
-            queue.put((number, item))  # the queue needs no limit, as the leader is at most a few steps ahead
+            queue.put((number, item))  # needs no limit, as the leader is at most a few steps ahead
 
 
 class Follower:
@@ -83,20 +82,20 @@ class Follower:
 
     def __init__(self, queue: Any, ended: Any) -> None:
         self.queue, self.ended = queue, ended
-        self.pool = Pool(1)  # one block after the other
-        self.early: dict[int, Any] = {}  # blocks that overtook one
+        self.pool = Pool(1)  # one thread, as blocks come one after the other
+        self.early: dict[int, Any] = {}  # items that came before they were asked for
         self.over: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """Nobody waits for this reader."""
+        """Do nothing, as nobody waits for this reader."""
 
     def finish(self, over: Any) -> None:
         """Let the leader know that this reader takes nothing more."""
         self.ended.release()
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
-        """Return the lane's block `number`. Raises the error that the leader met, and RuntimeError when the training
-        process or the leader has died."""
+        """Return block `number` of the lane. Raises the leader's error, and RuntimeError when the training process or
+        the leader is dead."""
         while number not in self.early:
             if self.over:
                 raise self.over
@@ -117,7 +116,7 @@ class Follower:
             try:
                 return self.queue.get(timeout=WAIT)  # type: ignore[no-any-return]
             except Empty:
-                leader = self.early.get(LEADER, os.getpid())  # one that is not known yet is taken for alive
+                leader = self.early.get(LEADER, os.getpid())  # an unknown leader counts as alive
                 if not (parent is None or parent.is_alive()) or not psutil.pid_exists(leader):
                     raise RuntimeError("the training process or a loader process has died") from None
 
@@ -129,7 +128,6 @@ def _shared_copy(data: memoryview) -> torch.Tensor:
 
 
 def shared_memory(size: int) -> torch.Tensor:
-    """Return bytes (size,) that processes can share. They have no name, so that nothing is left of them when all
-    processes are killed."""
+    """Return nameless memory (size,) for several processes. Nothing is left of it when all of them are killed."""
     storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,4 +1,4 @@
-"""Stamps of local files, which tell that they were written, and what this machine remembers of files by them."""
+"""Stamps of local files, which show whether a file was written, and what this machine remembers of files by them."""
 
 import contextlib
 import hashlib
@@ -13,12 +13,12 @@ from eagleray.base.errors import explained
 from eagleray.base.files import cache_folder, write_atomic
 from eagleray.storage import store
 
-TICK = 0.02  # seconds between two times that a file system can tell apart, at most
+TICK = 0.02  # most seconds between two times that a file system can tell apart
 
 
 class Stamp(NamedTuple):
-    """Tells whether a file was written since: the times in nanoseconds at which its content and anything of it were
-    changed, and its number in the file system. Or digests of these of many files."""
+    """Tells whether a file was written since: the times of the last change of its content, and of its content or
+    metadata, in nanoseconds, and its inode number. Or digests of these of many files."""
 
     written: int
     changed: int
@@ -29,8 +29,8 @@ class Stamp(NamedTuple):
         return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def fits(self, before: Sequence[int]) -> bool:
-        """Return whether a file of the stamp `before` was not written since, or is a copy of it to which that file's
-        time was given. That a program has set the time of this very file back, the second time tells."""
+        """Return whether a file was not written since it had the stamp `before`, or is a copy of that file with its
+        time. If a program has reset the time of the content, the time of the last change of metadata shows it."""
         if len(before) != len(self):
             return False
         then = Stamp(*before)
@@ -38,26 +38,27 @@ class Stamp(NamedTuple):
 
 
 def stamps(urls: Iterable[str]) -> dict[str, Stamp]:
-    """Return the stamp of each local file, by its name. Raises UserError."""
+    """Return the stamp of each local file, by its name. Raises UserError when one cannot be read."""
     found = {url.rpartition("/")[2]: _stamp(url) for url in urls}
     settle(found.values())
     return found
 
 
 def settle(stamps: Iterable[Stamp]) -> None:
-    """Wait until files of these stamps would get others if they were written again."""
+    """Wait until files with these stamps would get other stamps if they were written again."""
     if 0 <= time.time_ns() - max((stamp.changed for stamp in stamps), default=0) < TICK * 1e9:
         time.sleep(TICK)
 
 
 def short(*parts: Hashable) -> int:
-    """Return a number of 63 bits that stands for some values."""
+    """Return a 63-bit digest of some values."""
     text = repr(parts).encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 class Verified:
-    """Remembers on this machine, by numbers, which files of a folder had the indexed content at which times."""
+    """Remembers on this machine, by numbers of `short`, which files of a folder had the indexed content at which
+    times."""
 
     def __init__(self, folder: str | None) -> None:
         self.marks = set[int]()
@@ -72,7 +73,7 @@ class Verified:
         return mark in self.marks
 
     def add(self, marks: Iterable[int]) -> None:
-        """Add numbers. Where the cache cannot be written, their files are read again at the next start."""
+        """Add numbers. If the cache cannot be written, their files are read again at the next start."""
         if not (new := set(marks) - self.marks):
             return
         self.marks |= new

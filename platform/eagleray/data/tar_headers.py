@@ -1,10 +1,9 @@
-"""Reads the headers of a tar that may come from a stranger, in time and memory that its size bounds.
+"""Reads the headers of a tar, possibly from a stranger, in time and memory that are bounded by its size.
 
-The format is POSIX pax (IEEE Std 1003.1-2017, `pax`, "ustar" and "pax Interchange Format") with the extensions of GNU
-tar. What is damaged ends the archive with one reason, and every member before it is kept. Every byte belongs to a
-member, which is yielded or counted, to the end of an archive, or to a reason. Decision 34 says why this is not left to
-Python's tarfile, which reads intact archives in the same way.
-"""
+The format is POSIX pax (IEEE Std 1003.1-2017, `pax`, "ustar" and "pax Interchange Format") with GNU tar's extensions.
+Damage ends the archive with one reason, and every member before it is kept. Every byte belongs to a member, which is
+yielded or counted, to the end of an archive, or to a reason. Decision 34 says why Python's tarfile is not used, which
+reads intact archives in the same way."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 BLOCK = 512  # bytes: headers and the data of members begin at multiples of it
 LARGEST_HEADER = 2**20  # bytes of one extended header
 LONGEST_NAME = 4096  # bytes, as PATH_MAX of Linux
-MOST = 10**18  # bytes of a member
-COMPRESSED = {  # the first bytes of compressed files
+MOST = 10**18  # bytes of a member at most
+COMPRESSED = {  # first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"\x1f\x9d": "compress",
     b"BZh": "bzip2",
@@ -28,13 +27,13 @@ COMPRESSED = {  # the first bytes of compressed files
     b"7z\xbc\xaf\x27\x1c": "7z",
     b"Rar!\x1a\7": "rar",
 }
-EXTENDED_HEADERS = 16  # most that one member may have
-RECORDS = (1, 2, 4, 8, 16, 20)  # blocks: programs add zeros to an archive up to a multiple of one of them, mostly 20
-REGULAR = (b"\0", b"0", b"7", b"S")  # type flags of files: old, usual, contiguous and sparse
-WITHOUT_DATA = b"123456"  # links, devices, folders and pipes, whatever size their headers say
+EXTENDED_HEADERS = 16  # most extended headers of one member
+RECORDS = (1, 2, 4, 8, 16, 20)  # blocks: programs pad an archive with zeros to a multiple of one of these, mostly 20
+REGULAR = (b"\0", b"0", b"7", b"S")  # type flags of files: old, usual, contiguous, sparse
+WITHOUT_DATA = b"123456"  # links, devices, folders and pipes, which have no data whatever size their headers say
 LONG_NAME, LONG_LINK, GLOBAL, SPARSE = b"L", b"K", b"g", b"S"
 EXTENDED = (LONG_NAME, LONG_LINK, GLOBAL, b"x", b"X")
-# What `members` counts and does not yield. An archive is counted that begins behind the end of another one.
+# Kinds that `members` counts and does not yield. ARCHIVE counts archives that follow the end of another one.
 HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, ARCHIVE = "hard link", "symbolic link", "folder", "special file", "archive"
 KINDS = {b"1": HARD_LINK, b"2": SYMBOLIC_LINK, b"5": FOLDER}
 
@@ -43,19 +42,19 @@ class Member(NamedTuple):
     """A file in a tar."""
 
     name: str  # decoded as by tarfile: a lone surrogate stands for a byte that is not UTF-8
-    offset: int  # where its data begin, bytes from the start of the tar
-    size: int  # bytes, which may reach beyond the end of a tar that is cut off
-    sparse: bool  # its bytes are stored without the holes, so they are not those of the file
+    offset: int  # first byte of its data in the tar
+    size: int  # bytes; it may reach beyond the end of a truncated tar
+    sparse: bool  # whether its bytes are stored without holes, so that they are not those of the file
 
 
 class DamagedTar(ValueError):
     """The reason why a tar cannot be read from some byte on."""
 
-    offset = 0  # where the unreadable member begins, bytes from the start of the tar
+    offset = 0  # first byte of the unreadable member in the tar
 
 
 class Zeros(DamagedTar):
-    """The reason that there are zeros where they do not belong."""
+    """Damage by zeros where they do not belong."""
 
 
 class _Header(NamedTuple):
@@ -65,17 +64,16 @@ class _Header(NamedTuple):
 
 
 def compression(head: bytes) -> str:
-    """Return the name of what a file is compressed with that begins in this way; an empty string if it is not."""
-    skipped = head[1:4] == b"*M\x18" and head[0] >> 4 == 5  # a frame that parallel programs put before those of zstd
+    """Return the name of the compression of a file that begins with `head`, or "" if it is not compressed."""
+    skipped = head[1:4] == b"*M\x18" and head[0] >> 4 == 5  # a skippable frame, as parallel programs write
     return "zstd" if skipped else next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def members(file: BinaryIO, size: int, passed: Counter[str] | None = None, base: int = 0) -> Iterator[Member]:
-    """Yield the files in a tar of `size` bytes, in their order. `file` may be read and sought between them.
+    """Yield the files in a tar of `size` bytes, in their order. The caller may read and seek `file` between them.
 
-    What is no file is counted in `passed`. Archives that were joined are read one after the other; the first one begins
-    at byte `base`, which is negative where some of it has been read. Raises DamagedTar after the last file before the
-    damage."""
+    Members that are not files are counted in `passed`. Joined archives are read one after the other. The first begins
+    at byte `base`, negative if a part of it was read before. Raises DamagedTar after the last file before damage."""
     at, passed = 0, Counter() if passed is None else passed
     try:
         while at < size:
@@ -101,8 +99,8 @@ def members(file: BinaryIO, size: int, passed: Counter[str] | None = None, base:
 
 
 def _behind_end(file: BinaryIO, at: int, base: int, size: int, block: bytes) -> int:
-    """Return where an archive begins behind the block of zeros at `at`, which ends the one that begins at `base`; the
-    size of the file if there is none. Raises Zeros where they are no end, so that something may have been lost."""
+    """Return the first byte of the archive behind the block of zeros at `at`, which ends the archive that begins at
+    `base`; without another archive, the size of the file. Raises Zeros where no archive ends, so data may be lost."""
     end = at + len(block)
     while end < min(size, at + (RECORDS[-1] + 2) * BLOCK):
         block = _read(file, end, min(BLOCK, size - end))
@@ -124,7 +122,7 @@ def _is_header(block: bytes) -> bool:
 
 
 def _next_member(file: BinaryIO, start: int, size: int, block: bytes) -> tuple[Member | str, int]:
-    """Return the member whose headers begin at `start`, its kind if it is not a file, and where the next one begins."""
+    """Return the member whose headers begin at `start`, or its kind if it is not a file, and the next one's offset."""
     at, name, sparse = start, None, False
     stored: int | None = None  # bytes of the member's data, from a pax header
     for _ in range(EXTENDED_HEADERS + 1):
@@ -136,7 +134,7 @@ def _next_member(file: BinaryIO, start: int, size: int, block: bytes) -> tuple[M
         data = _read(file, at + BLOCK, header.size)
         if header.type == LONG_NAME:
             long = data.partition(b"\0")[0]
-            if len(long) < max(len(data) - 1, 1):  # one zero ends it
+            if len(long) < max(len(data) - 1, 1):  # as one zero ends it
                 raise DamagedTar(f"a long name that ends after {len(long)} of {len(data)} bytes")
             name = long if name is None else name
         elif header.type != LONG_LINK:
@@ -164,7 +162,7 @@ def _finish(
     stored: int | None,
     sparse: bool,
 ) -> tuple[Member | str, int]:
-    """Return the member of the plain header at `at`, its kind if it is not a file, and where the next header begins."""
+    """Return the member of the plain header at `at`, or its kind if it is not a file, and the next header's offset."""
     offset, length = at + BLOCK, header.size if stored is None else stored
     name = header.name if name is None else name
     if len(name) > LONGEST_NAME:
@@ -172,7 +170,7 @@ def _finish(
     if header.type in WITHOUT_DATA:
         return KINDS.get(header.type, SPECIAL), offset
     more = block[482] if header.type == SPARSE else 0
-    while more and offset < size:  # blocks with more of the map of holes
+    while more and offset < size:  # blocks that continue the map of holes
         more, offset = _read(file, offset, BLOCK)[504], offset + BLOCK
     end = offset + _padded(length)
     folder = header.type == b"\0" and header.name.endswith(b"/")
@@ -183,14 +181,14 @@ def _finish(
 
 
 def _parse(block: bytes) -> _Header:
-    """Parse a header block. Raises DamagedTar."""
+    """Parse a header block. Raises DamagedTar when its checksum, a number or its length is wrong."""
     if len(block) < BLOCK:
         raise DamagedTar(f"a header ends after {len(block)} of {BLOCK} bytes")
     checksum = _number(block[148:156])
     unsigned = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     if checksum != unsigned:
         signed = unsigned - 256 * sum(byte >= 128 for byte in block[:148] + block[156:])
-        if checksum != signed:  # old programs summed signed bytes
+        if checksum != signed:  # old programs sum signed bytes
             raise DamagedTar("the checksum of a header is wrong")
     size, kind = _number(block[124:136]), block[156:157]
     if not 0 <= size < MOST:
@@ -214,7 +212,7 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return the value of a number in a header: octal digits or, as GNU tar writes large ones, base 256."""
+    """Return the value of a number in a header: octal digits or, for large numbers of GNU tar, base 256."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:]) - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
@@ -230,7 +228,7 @@ def _decimal(digits: bytes) -> int:
 
 
 def _records(data: bytes) -> dict[bytes, bytes]:
-    """Return the records of a pax header, each of which is `LENGTH KEY=VALUE` and a newline. Raises DamagedTar."""
+    """Return the records of a pax header, each `LENGTH KEY=VALUE` and a newline. Raises DamagedTar."""
     out, at = {}, 0
     while at < len(data):
         blank = data.find(b" ", at, at + 9)

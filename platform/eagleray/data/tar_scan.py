@@ -26,22 +26,22 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
 READ = 4 * 2**20  # bytes per request
-LARGEST = 2**29  # bytes of an image; the pixels of the largest image that is decoded take as much
-LABEL = 64  # bytes of a label that are read
-MEMBERS = 1000  # most of one sample
-START = 16  # bytes that tell the format of an image
+LARGEST = 2**29  # most bytes of an image file: as many as the decoded pixels of an RGB image of MAX_PIXELS
+LABEL = 64  # bytes that are read of a label
+MEMBERS = 1000  # most members of one sample
+START = 16  # first bytes, which tell the format of an image
 NO_IMAGE = "no image: only "
-FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # how images begin that end in a known way
-TAIL = 2**16  # bytes at the end of a file in which its last byte is sought that is not zero
+FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # first and last bytes of formats with a known end
+TAIL = 2**16  # bytes at the end of a file among which the last that is not zero is searched
 HIDDEN, EXTENSIONLESS = "hidden file", "extensionless file"
-UNREAD, UNLABELLED = "image", "label"  # an image beside the one that is read, and a label that cannot be read
-# Everything that is counted.
+UNREAD, UNLABELLED = "image", "label"  # an image beside the one that is read; a label that cannot be read
+# All kinds that are counted.
 PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, UNLABELLED, ARCHIVE)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample of a shard. With an empty key, the row describes a fault of the shard itself."""
+    """One sample of a shard. A row with an empty key describes a fault of the shard itself."""
 
     key: str = ""
     offset: int = -1
@@ -50,16 +50,15 @@ class Row:
     crc: int | None = None
     reason: str | None = None
     unread: int = 0  # images of the sample beside the one that is read
-    unlabelled: int = 0  # 1: it has a label that cannot be read
-    extension: str | None = None  # the extension of the image's member
+    unlabelled: int = 0  # 1 if it has a label that cannot be read
+    extension: str | None = None  # extension of the image's member
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
-    """Split the name of a member as webdataset does, in linear time; None for a name without a key or an extension.
+    """Split the name of a member as webdataset does, in linear time. None for a name without a key or an extension.
 
-    The key ends at the first dot of the file name. A name that begins with a dot has none: macOS writes a file `._name`
-    beside each file.
-    """
+    The key ends at the first dot of the file name. A name that begins with a dot, such as macOS's `._name`, has no
+    key."""
     folder, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
     return (folder + slash + stem, extension.lower()) if stem and len(stem) < len(base) else None
@@ -68,7 +67,7 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
 def scan(blob: Blob, passed: Counter[str] | None = None) -> Iterator[Row]:
     """Yield the samples of one tar, grouped by key as webdataset does. A broken sample's `reason` says what is wrong.
 
-    The members that are no part of a sample are counted in `passed`, by kind."""
+    Members that are no part of a sample are counted in `passed`, by kind."""
     source = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size)), READ))
     passed = Counter() if passed is None else passed
     samples, damage = 0, list[DamagedTar]()
@@ -88,24 +87,24 @@ def scan(blob: Blob, passed: Counter[str] | None = None) -> Iterator[Row]:
 
 
 def counted(passed: Mapping[str, int]) -> str:
-    """Say how many members of each kind are no part of a sample, the most frequent first."""
+    """Return text with the number of members of each kind that are no part of a sample, the most frequent first."""
     kinds = sorted((-n, kind) for kind, n in passed.items() if kind not in (UNREAD, UNLABELLED, ARCHIVE))
     return ", ".join(f"{-n:,} {kind}{'s' * (n != -1)}" for n, kind in kinds)
 
 
 def _members(passed: Counter[str]) -> int:
-    """Return how many members are no part of a sample, as the rest is counted while rows are read."""
+    """Return how many members are no part of a sample. The other kinds are counted while rows are read."""
     return passed.total() - passed[UNREAD] - passed[UNLABELLED]
 
 
 def _said(damage: DamagedTar, samples: int, size: int) -> str:
-    """Say what is lost of a shard."""
+    """Return text that says what is lost of a shard."""
     rest = f"; {size - damage.offset:,} of {size:,} bytes are not read" if damage.offset < size else ""
     return f"the shard is cut off or damaged after {samples} samples: {damage}{rest}"
 
 
 def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
-    """Return the row of the last sample before some damage; zeros may have taken the end of its image."""
+    """Return the row of the last sample before some damage, as unusable if zeros may end its image early."""
     end = row.offset + row.size
     if not isinstance(damage, Zeros) or -(-end // BLOCK) * BLOCK != damage.offset:
         return row
@@ -115,23 +114,22 @@ def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
 
 class _Member(NamedTuple):
     extension: str
-    last: str  # the last extension
+    last: str  # its last extension
     offset: int
     size: int
     sparse: bool
-    crc: int | None  # None for other members
+    crc: int | None  # of an image; None for other members
     label: bytes
-    begins: bool  # whether its first bytes are an image's
+    begins: bool  # whether its first bytes are those of an image
 
 
 def _files(
     source: BinaryIO, blob: Blob, damage: list[DamagedTar], passed: Counter[str]
 ) -> Iterator[tuple[tuple[int, str], _Member]]:
-    """Yield every file after the number of its archive and its key, up to the first whose bytes are cut off.
+    """Yield every file with the number of its archive and its key, up to the first whose bytes are cut off.
 
-    Damage is put into a list, as an error would lose the sample before it.
-    """
-    doubtful = 0, 0  # the end of a file that zeros may have overwritten, and the members passed over before
+    Damage is put into a list, because an error would lose the sample before it."""
+    doubtful = 0, 0  # end of a file that zeros may have overwritten; number of members passed over before
     try:
         for name, offset, size, sparse in members(source, blob.size, passed):
             doubtful = 0, 0
@@ -161,8 +159,8 @@ def _files(
 
 
 def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bytes, bool]:
-    """Return the CRC-32 of an image, of which only a part is in memory at a time, its first bytes, and whether it ends
-    in zeros, but an image that begins like it does not."""
+    """Return the CRC-32 of an image, reading a part at a time, its first bytes, and whether it ends in zeros although
+    an image that begins like it does not."""
     source.seek(offset)
     tail = source.read(min(READ, size))
     crc, first = crc32(tail), tail[:START]
@@ -199,10 +197,10 @@ def _row(key: str, members: list[_Member], blob: Blob) -> Row:
 
 
 def _fault(members: list[_Member]) -> str | None:
-    """Return what is wrong with the members of a sample together, or None."""
+    """Return what is wrong with the members of a sample taken together, or None."""
     if len(members) > MEMBERS:
         return f"more than {MEMBERS} members"
-    if len({m.extension for m in members}) < len(members):  # webdataset refuses the whole shard
+    if len({m.extension for m in members}) < len(members):  # for these, webdataset refuses the whole shard
         extension, times = Counter(m.extension for m in members).most_common(1)[0]
         return f"{times} members .{extension[:40]}"
     sparse = next((m for m in members if m.sparse and m.last in image_extensions()), None)

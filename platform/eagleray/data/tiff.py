@@ -1,8 +1,7 @@
-"""Reads TIFF files of any number of channels and any type of value, which none of the libraries that we need does.
+"""Reads TIFF files with any number of channels and any type of values. No library that eagleray needs does that.
 
-The format is TIFF 6.0 (Adobe 1992) with BigTIFF and the predictors of Adobe's supplements. What zlib does not
-decompress Pillow does: each strip or tile becomes a grey TIFF of eight bits.
-"""
+The format is TIFF 6.0 (Adobe 1992) with BigTIFF and the predictors of Adobe's supplements. Pillow decompresses what
+zlib does not: each strip or tile is wrapped in a grey 8-bit TIFF."""
 
 import io
 import struct
@@ -19,25 +18,24 @@ from PIL import Image
 from eagleray.data.costs import BadImage, check_memory
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-LARGEST = 178_956_970  # bytes of values, as many as Pillow's limit of pixels
-MOST_PARTS = 65_536  # strips or tiles of a page; each takes up to an eighth of a millisecond
-MOST = 256  # tags of a page, and pages; damaged files may say that they have many millions
-KINDS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # types of the tags that are read
+LARGEST = 178_956_970  # most bytes of values, as many as Pillow's limit of pixels
+MOST_PARTS = 65_536  # most strips or tiles of a page, each of which takes up to an eighth of a millisecond
+MOST = 256  # most tags of a page, and most pages; damaged files may claim many millions
+KINDS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # types of the tags that are read, and their NumPy types
 SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, FILL = 254, 256, 257, 258, 259, 262, 266
 STRIPS, ORIENTATION, SAMPLES, ROWS, STRIP_SIZES, PLANAR, PREDICTOR = 273, 274, 277, 278, 279, 284, 317
 TILE_WIDTH, TILE_HEIGHT, TILES, TILE_SIZES, FORMAT = 322, 323, 324, 325, 339
-DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)  # LZW, PackBits, LZMA, Zstandard
-USUAL = {FILL: "order of bits", ORIENTATION: "orientation"}  # tags of which only the value 1 is read
+DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)  # by zlib; by Pillow: LZW, PackBits, LZMA, Zstandard
+USUAL = {FILL: "order of bits", ORIENTATION: "orientation"}  # tags for which only the value 1 is read
 Data = bytes | memoryview
 Tags = dict[int, NDArray[Any]]
 
 
 def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
-    """Return the values (H, W, N) of a TIFF: of its first page or, where that has one channel, of all pages of full
-    size, each of which is a channel then. `channels` is the number that is expected; of one, only the first page is
-    read.
+    """Return the values (H, W, N) of a TIFF: those of its first page or, if that has one channel, of all full-size
+    pages, one channel each. `channels` is the expected number. If it is 1, only the first page is read.
 
-    Raises BadImage, and whatever damaged bytes lead to."""
+    Raises BadImage, and any error that damaged bytes cause."""
     pages = directories(data)
     first = TiffPage.of(next(pages))
     if first.samples > 1 or channels == 1:
@@ -55,11 +53,11 @@ def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
 
 
 def directories(data: Data) -> Iterator[Tags]:
-    """Yield the tags of each page by number; those that hold no whole numbers are left out, and -1 says whether bytes
-    are in little-endian order."""
+    """Yield each page's tags by number, without those that hold no whole numbers. The number -1 stands for whether the
+    bytes are in little-endian order."""
     order, big = "<" if data[:2] == b"II" else ">", 43 in bytes(data[2:4])
     offset, length = (f"{order}u8", f"{order}u8") if big else (f"{order}u4", f"{order}u2")
-    width = int(offset[-1])  # bytes of an offset and of a value that is stored beside its tag
+    width = int(offset[-1])  # bytes of an offset, and of a value stored beside its tag
 
     def number(kind: str, at: int) -> int:
         return int(np.frombuffer(data, kind, 1, at)[0])
@@ -84,9 +82,9 @@ def directories(data: Data) -> Iterator[Tags]:
 
 @dataclass(frozen=True, kw_only=True)
 class TiffPage:
-    """One page of a TIFF, whose values are in strips or tiles."""
+    """One page of a TIFF. Its values are in strips or tiles."""
 
-    shape: tuple[int, int]  # pixels
+    shape: tuple[int, int]  # height and width in pixels
     samples: int  # channels
     dtype: np.dtype[Any]
     tiled: bool
@@ -95,13 +93,12 @@ class TiffPage:
     compression: int
     predictor: int
     inverted: bool  # whether 0 is white
-    offsets: NDArray[Any]  # (n,) first byte of each strip or tile
-    sizes: NDArray[Any]  # (n,) bytes
+    offsets: NDArray[Any]  # (n,) first byte of each strip or tile in the file
+    sizes: NDArray[Any]  # (n,) bytes of each strip or tile in the file
 
     @classmethod
     def of(cls, tags: Tags) -> "TiffPage":
-        """Return the page that some tags describe. Raises BadImage for one that is too large, or is of a kind that is
-        not read."""
+        """Return the page that some tags describe. Raises BadImage for one that is too large or not supported."""
 
         def one(tag: int, default: int | None = None) -> int:
             if tag not in tags and default is None:
@@ -147,8 +144,8 @@ class TiffPage:
         return self.shape[0] * self.shape[1] * self.samples * self.dtype.itemsize
 
     def check(self, size: int, pages: int = 1) -> None:
-        """Raise BadImage if this page, of so many, takes too much memory for a file of `size` bytes: the values of all
-        channels with their levels, and those of one as floating-point numbers."""
+        """Raise BadImage if this page and `pages` - 1 like it take too much memory for a file of `size` bytes: the
+        values and levels of all channels, and one channel as floating-point numbers."""
         (height, width), samples = self.shape, self.samples * pages
         need = height * width * (samples * (self.dtype.itemsize + 1) + 8)
         check_memory(f"{width} x {height} pixels of {samples} channels", need, size)
@@ -172,7 +169,7 @@ class TiffPage:
         samples, size = 1 if self.planar else self.samples, self.dtype.itemsize
         shape = rows, self.part[1], samples
         content = decompress(part, self.compression, rows, self.part[1] * samples * size)
-        if self.predictor == 3 and self.dtype.kind == "f":  # differences of bytes, the highest of all values first
+        if self.predictor == 3 and self.dtype.kind == "f":  # byte differences, the highest bytes of all values first
             differences = np.frombuffer(content, np.uint8).reshape(rows, -1, samples)
             planes = differences.cumsum(1, np.uint8).reshape(rows, size, -1)
             return np.ascontiguousarray(planes.transpose(0, 2, 1)).view(f">f{size}").reshape(shape)
@@ -185,7 +182,7 @@ class TiffPage:
 
 
 def value_type(tags: Tags) -> np.dtype[Any]:
-    """Return the type of the values, in the byte order of the file. Raises BadImage for one that is not read."""
+    """Return the type of the values, in the byte order of the file. Raises BadImage for an unsupported type."""
     bits, formats = (sorted(set(tags.get(tag, np.ones(1, int)).tolist())) for tag in (BITS, FORMAT))
     kind = {1: "u", 2: "i", 3: "f"}.get(formats[0], "")
     if (
@@ -201,7 +198,7 @@ def value_type(tags: Tags) -> np.dtype[Any]:
 
 
 def decompress(part: Data, compression: int, rows: int, width: int) -> Data:
-    """Return the bytes of a strip or tile, `width` in each row. Raises BadImage where some are missing."""
+    """Return the bytes of a strip or tile, `width` per row. Raises BadImage if they are cut off or not supported."""
     if compression == 1:
         content: Data = part[: rows * width]
     elif compression in DEFLATE:
@@ -217,7 +214,7 @@ def decompress(part: Data, compression: int, rows: int, width: int) -> Data:
 
 
 def grey_tiff(part: Data, compression: int, rows: int, width: int) -> bytes:
-    """Return a TIFF of `rows` x `width` grey pixels of eight bits, whose only strip has these compressed bytes."""
+    """Return a grey 8-bit TIFF of `rows` x `width` pixels whose only strip has these compressed bytes."""
     tags = {WIDTH: width, HEIGHT: rows, BITS: 8, COMPRESSION: compression, PHOTOMETRIC: 1, STRIPS: 8, SAMPLES: 1}
     tags |= {ROWS: rows, STRIP_SIZES: len(part)}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
@@ -227,6 +224,6 @@ def grey_tiff(part: Data, compression: int, rows: int, width: int) -> bytes:
 
 
 def write_pages(file: Path | BinaryIO, values: NDArray[np.float32]) -> None:
-    """Write values (H, W, N) as a TIFF of a page for each channel, as Pillow writes no other one of many channels."""
+    """Write values (H, W, N) as a TIFF with one page per channel, as Pillow cannot write many channels otherwise."""
     first, *others = (Image.fromarray(np.ascontiguousarray(plane)) for plane in np.moveaxis(values, 2, 0))
     first.save(file, "TIFF", save_all=True, append_images=others)

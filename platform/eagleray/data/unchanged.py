@@ -1,9 +1,8 @@
-"""Notices that local files have changed since they were indexed: reads those whose times say that they may have.
+"""Notices that local files have changed since they were indexed, by reading files whose times differ.
 
-An index has a checksum of every local tar and image, and a stamp of the times at which they were last changed. While a
-stamp is the same nothing is read. A file with other times, such as a copy on another machine, is read once: that it has
-the content that the index says, this machine remembers in its cache.
-"""
+An index has a checksum of every local tar and image, and a stamp with the times of its last changes. A file with the
+same stamp is not read. A file with another stamp, such as a copy on another machine, is read once: if it has the
+indexed content, this machine remembers that in its cache."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +18,14 @@ from eagleray.data.stamps import Stamp, Verified, short
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
-WHOLE = "crc32"  # the kind of a tag that is the checksum of all bytes of a file
-READ = 4 * 2**20  # bytes that are in memory at a time
-THREADS = 8  # files that are read at a time
-MUCH = 2**30  # bytes, which take so long to read that it is said
+WHOLE = "crc32"  # beginning of a tag that is the checksum of all bytes of a file
+READ = 4 * 2**20  # bytes in memory at a time
+THREADS = 8  # files read concurrently
+MUCH = 2**30  # bytes above which reading shards again is announced
 
 
 def content_tag(blob: Blob) -> str:
-    """Return a tag with the checksum of all bytes of a local file. Raises UserError and Outage."""
+    """Return a tag with the checksum of all bytes of a local file. Raises UserError and Outage of the disk."""
     return f"{WHOLE}:{_checksum(blob, 0, blob.size):08x}"
 
 
@@ -35,8 +34,7 @@ def tagged(
 ) -> tuple[list[Blob], bool]:
     """Return the tars of a local folder with their tags, and whether one was read again because of its stamp.
 
-    Those that are in the index have the same tag as there unless they have changed, and new ones have none. `now` are
-    their stamps."""
+    Indexed tars keep the tag of the index unless they have changed. New ones have no tag. `now` are their stamps."""
     entries = {blob: known[name(blob)].entry(name(blob)) for blob in blobs if name(blob) in known}
     same_size = {blob: entry for blob, entry in entries.items() if entry.size == blob.size}
     others = [blob for blob, entry in same_size.items() if not now[name(blob)].fits(entry.stamp)]
@@ -56,7 +54,7 @@ def tagged(
 
 
 def remember(folder: str, shards: Iterable[tuple[Blob, Stamp]]) -> None:
-    """Remember that the tars of a local folder have the content of their tags."""
+    """Remember that the tars of a local folder have the content that their tags stand for."""
     Verified(folder).add(_mark(blob, stamp) for blob, stamp in shards)
 
 
@@ -65,10 +63,10 @@ def _mark(blob: Blob, stamp: Stamp) -> int:
 
 
 def _tag_now(blob: Blob, tag: str, file: File) -> str:
-    """Return the tag of a tar as the index would have it now. Raises UserError and Outage."""
+    """Return the tag that the index would give a tar now. Raises UserError and Outage when it cannot be read."""
     if tag.startswith(f"{WHOLE}:"):
         return content_tag(blob)
-    rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # the index may come from a bucket
+    rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # checked, as the index may come from a bucket
     if (entry := file.entry(name(blob))).parquet:
         found = kind_of(blob).scan(as_in(blob, entry))["crc"].drop_null()
         return tag if found.equals(rows["crc"].slice(0, entry.usable)) else content_tag(blob)
@@ -87,7 +85,7 @@ def images_tag(rows: pa.Table) -> str:
 
 
 def _checksum(blob: Blob, start: int, size: int) -> int:
-    """Return the CRC-32 of some bytes of a local file, of which only a part is in memory at a time."""
+    """Return the CRC-32 of some bytes of a local file, with only a part in memory at a time."""
     crc = 0
     for at in range(start, start + size, READ):
         crc = crc32(store.store(blob.url).read(blob.url, at, min(READ, start + size - at)), crc)

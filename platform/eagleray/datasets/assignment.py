@@ -1,4 +1,4 @@
-"""Assign the items of a source to shards: shuffle them, then cut them into shards of about equal size."""
+"""Assign the items of a source to shards: shuffle them, then divide them into shards of about equal size."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,16 @@ from numpy.typing import NDArray
 class ShardAssignment:
     """The assignment of N items (the images of a source) to S shards."""
 
-    order: NDArray[np.int64]  # (N,) items in the order of the shards
-    cuts: NDArray[np.int64]  # (S + 1,) position of the first item of each shard, and N
+    order: NDArray[np.int64]  # (N,) numbers of the items in the order of the shards
+    cuts: NDArray[np.int64]  # (S + 1,) position in `order` of the first item of each shard, and N
     seed: int
 
     @classmethod
     def shuffle(cls, items: pa.Table, *, size: int, seed: int) -> "ShardAssignment":
-        """Shuffle the items and cut them into shards of about `size` bytes.
+        """Shuffle the items and divide them into shards of about `size` bytes.
 
-        The rows of a Parquet row group are read together. They therefore stay neighbours, and `rows` shuffles them
-        within their shard.
-        """
+        The rows of a Parquet row group are read together. Therefore they stay neighbours here, and `rows` shuffles them
+        within their shard."""
         group, url = items["group"].to_numpy(), items["url"]
         starts = np.r_[True, (group[1:] != group[:-1]) | (group[1:] < 0) | pc.not_equal(url[1:], url[:-1]).to_numpy()]
         unit = np.cumsum(starts) - 1  # (N,) number of the unit that each item is read with

@@ -13,7 +13,7 @@ from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 from eagleray.storage import store
 
 NAME = "dataset.json"
-LONGEST = 10_000  # characters of a line
+LONGEST = 10_000  # most characters of a printed line
 MIB, GIB = 2**20, 2**30
 
 
@@ -22,14 +22,14 @@ def write(folder: str, card: dict[str, Any]) -> None:
 
     The edges of its histograms are added, so that other programs can read them.
     """
-    from eagleray.datasets.pack import put_bytes  # loads PyTorch, which a reader of cards does without
+    from eagleray.datasets.pack import put_bytes  # imports PyTorch, which reading a card does not need
 
     bins = {
         "sides": {"edges": SIDES, "counts": card["sides"]},
         "aspects": {"edges": ASPECTS, "counts": card["aspects"]},
     }
     text = json.dumps(card | bins, indent=1, ensure_ascii=False)
-    put_bytes(f"{folder}/{NAME}", text.encode(errors="backslashreplace"))  # JSON escapes other bytes alike
+    put_bytes(f"{folder}/{NAME}", text.encode(errors="backslashreplace"))  # escapes lone surrogates as JSON does
 
 
 def find(folder: str) -> dict[str, Any] | None:
@@ -43,13 +43,14 @@ def find(folder: str) -> dict[str, Any] | None:
     with explained(f"{url}: not a {NAME} written by eagleray", *NO_JSON):
         card = json.loads(text)
         card |= {name: card[name]["counts"] for name in ("sides", "aspects")}
-        card.pop("sampled", None)  # `describe` adds this key
+        card.pop("sampled", None)  # `describe` adds this key itself
         _check(card)
         return card  # type: ignore[no-any-return]
 
 
 def _check(card: dict[str, Any]) -> None:
-    """Check the types of what is shown of a card, which may come from a stranger. Raises one of several errors."""
+    """Check the types of a card's shown fields, as it may come from a stranger. Raises KeyError, TypeError or the
+    like."""
     dropped = list(card["dropped"].values())
     numbers = [card[name] for name in ("images", "bytes", "shards", "classes", "listed")]
     numbers += [*card["sides"], *card["aspects"], *card["formats"].values(), *(d["count"] for d in dropped)]
@@ -65,7 +66,7 @@ def _check(card: dict[str, Any]) -> None:
 
 
 def read(folder: str) -> dict[str, Any]:
-    """Return the card of a folder that is known to have one."""
+    """Return the card of a folder, which must have one."""
     card = find(folder)
     assert card is not None, folder
     return card
@@ -77,7 +78,7 @@ def image_stats(card: dict[str, Any]) -> ImageStats:
 
 
 def lines(card: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that show a card to a person, each cut where it is longer than anybody reads."""
+    """Yield the lines that show a card to a person, each cut off after LONGEST characters."""
     for line in _lines(card):
         yield line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
@@ -85,7 +86,7 @@ def lines(card: dict[str, Any]) -> Iterator[str]:
 def _lines(card: dict[str, Any]) -> Iterator[str]:
     stats = image_stats(card)
     classes = f" of {card['classes']:,} classes" if card["classes"] else ", no labels"
-    shards = f" in {card['shards']:,} shard(s)" if card["shards"] else ""  # loose images are in none
+    shards = f" in {card['shards']:,} shard(s)" if card["shards"] else ""  # loose images are in no shard
     yield f"{stats.images:,} images{classes}, {format_bytes(stats.bytes)}{shards}"
     if "sampled" in card:
         yield f"no {NAME}; the lines below describe {card['sampled']:,} images drawn at random"
@@ -114,7 +115,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def quantiles(counts: list[int], edges: list[Any]) -> str:
-    """Describe a histogram by the bins of its 5th and 95th percentile and of its median."""
+    """Describe a histogram by the bins of its 5th percentile, its median and its 95th percentile."""
     bins = np.searchsorted(np.cumsum(counts), np.array([0.05, 0.5, 0.95]) * sum(counts))
     low, middle, high = ((edges[max(i - 1, 0)], edges[min(i, len(edges) - 1)]) for i in bins)
     return (
@@ -124,7 +125,7 @@ def quantiles(counts: list[int], edges: list[Any]) -> str:
 
 
 def _spread(values: list[float] | None) -> str:
-    """Describe a 5th percentile, median and 95th percentile; an empty string without them."""
+    """Describe a 5th percentile, median and 95th percentile, or return an empty text without them."""
     return f"{values[0]:.4g} to {values[2]:.4g} (5th to 95th percentile), median {values[1]:.4g}" if values else ""
 
 

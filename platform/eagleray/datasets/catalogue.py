@@ -1,4 +1,4 @@
-"""Find a source of `eagleray prepare` or a data set by its name: one of `sets`, or one of a plug-in."""
+"""Find a source of `eagleray prepare` or a data set by its name, in `sets` or in a plug-in."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,9 @@ DATASETS = {name: source.dataset for name, source in SOURCES.items() if source.d
 
 
 def find(options: PrepareOptions) -> SourceFiles:
-    """Find the files of the source that the options name; without a split, those of its first one.
+    """Find the files of the source that the options name. Without a split, the source's first split is used.
 
-    Raises UserError when the source is unknown, when its files are missing, or when an option does not apply to it.
-    """
+    Raises UserError when the source is unknown, when its files are missing, or when an option does not apply to it."""
     source = SOURCES.get(options.source)
     if source is None:
         raise UserError(f"SOURCE {options.source}: unknown; expected one of {', '.join(SOURCES)}")
@@ -34,7 +33,7 @@ def find(options: PrepareOptions) -> SourceFiles:
 
 
 def images_of(recipe: str) -> int | None:
-    """Return the number of training images of the data set in a recipe's name, `method_backbone_data_...`."""
+    """Return the number of training images of the data set in a recipe's name, `method_backbone_data_...`, or None."""
     parts = Path(recipe).stem.split("_")
     sizes = {d.short: max(d.splits.values()) for d in DATASETS.values()}
     return next((sizes[part] for part in parts if part in sizes), None)

@@ -1,4 +1,4 @@
-"""Measures the channels of images in shards: the mean and the standard deviation of each, as a recipe has them."""
+"""Measures the mean and the standard deviation of each channel of images in shards, for a recipe."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from eagleray.data.channels import read_channels
 from eagleray.data.costs import BadImage
 from eagleray.data.index import Note, open_shown
 
-SAMPLE = 1000  # images that are measured
-DIGITS = 6  # digits of a printed number
+SAMPLE = 1000  # most images that are measured
+DIGITS = 6  # significant digits of a printed number
 
 
 class Measured(NamedTuple):
-    """The channels of a data set, and of which images they were measured."""
+    """The channels of a data set, and the number of images on which they were measured."""
 
     channels: tuple[Channel, ...]
     images: int
-    left_out: Counter[str]  # images by the reason why they were not measured
+    left_out: Counter[str]  # number of images by the reason why they were not measured
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of a recipe, and comments on images that were left out."""
+        """Yield the lines of a recipe, preceded by comments on images that were left out."""
         for reason, count in self.left_out.most_common():
             yield f"# not measured  {count:,}: {reason}"
         yield f"data:  # measured on {self.images:,} images drawn at random"
@@ -36,9 +36,9 @@ class Measured(NamedTuple):
 
 
 def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
-    """Return the mean and deviation of each channel over the values of some images, drawn at random, the same ones in
-    every call. Images of another number of channels than the first are left out. If no index can be written beside the
-    shards, it is written to the folder `spare`.
+    """Return the mean and standard deviation of each channel over the values of SAMPLE random images, the same ones in
+    every call. Images with another number of channels than the first are left out. If no index can be written beside
+    the shards, it is written to the folder `spare`.
 
     Raises UserError when no image can be read."""
     index, moments, left_out = open_shown(url, spare, note=note), list[NDArray[Any]](), Counter[str]()
@@ -55,9 +55,9 @@ def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
         moments.append(np.stack([count, of_image.mean(0), of_image.var(0)]))
     if not moments:
         raise UserError(f"{index.shards[0].url}: no image can be read: {left_out.most_common(1)[0][0]}")
-    weight, means, variances = np.stack(moments, 1)  # (n, N) each
+    weight, means, variances = np.stack(moments, 1)  # (n, N) each, for n images
     mean = np.average(means, 0, weight)
     std = np.sqrt(np.average(variances + (means - mean) ** 2, 0, weight))
-    std[std == 0] = 1  # a channel with one value everywhere has no deviation
+    std[std == 0] = 1  # so that a constant channel is not divided by 0
     channels = tuple(Channel(mean=m, std=s) for m, s in zip(mean.tolist(), std.tolist(), strict=True))
     return Measured(channels, len(moments), left_out)

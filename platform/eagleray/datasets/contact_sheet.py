@@ -12,8 +12,8 @@ from PIL import Image, ImageOps
 from eagleray.base.plotting import BLUE, INK, LIGHT
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
-TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images
-SOURCE = "Source"  # the text of a PNG that names the data
+TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images per row
+SOURCE = "Source"  # key of a PNG's text that names the data
 PAPER = (250, 250, 248)
 
 
@@ -23,7 +23,7 @@ def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
 
 
 def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.Image:
-    """Return a picture of images (H, W, 3) in rows, each of them whole and centred on a square tile."""
+    """Return a picture of images (H, W, 3) in rows, each image whole and centred on a square tile."""
     rows = -(-len(images) // columns)
     step = TILE + GAP
     picture = Image.new("RGB", (columns * step + GAP, rows * step + GAP), PAPER)
@@ -35,10 +35,9 @@ def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.
 
 
 def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
-    """Draw histograms of the shorter side and of the aspect ratio (width / height); the file names the `source`.
+    """Draw histograms of the shorter side and of the aspect ratio (width / height). The PNG stores the `source`.
 
-    The bins are logarithmic. The outermost bins also count everything beyond them.
-    """
+    The bins are logarithmic. The outermost bins also count everything beyond them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
@@ -52,7 +51,8 @@ def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """Return the data whose sizes a picture shows, an empty text if it does not say, and None if there is no file."""
+    """Return the data whose sizes a picture shows, "" if the picture does not say it, or None if there is no
+    picture."""
     if not path.exists():
         return None
     with contextlib.suppress(OSError), Image.open(path) as picture:

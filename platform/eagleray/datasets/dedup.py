@@ -1,4 +1,4 @@
-"""Find images with identical bytes by comparing digests, which tasks on any machine can compute."""
+"""Find images with identical bytes by digests, which tasks on any machine compute."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from eagleray.datasets.pack import get_table, put_table
 from eagleray.datasets.sources.source import Read, fetch
 
-BYTES = 16  # among 1e10 images the chance that two digests of this length collide is below 1e-18
+BYTES = 16  # length of a digest: the chance that two of 1e10 images collide is below 1e-18
 
 
 @dataclass(frozen=True)
 class HashTask:
-    """A task that computes the digests of the image files of some items and writes them to a file, its note."""
+    """A task that computes the digests of the image files of some items and writes them to its note, a file."""
 
     notes: str
     read: Read
     plan: str  # digest of the plan that the items belong to
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Run one task, given as its number and its serialized items; return the number of items."""
+        """Run one task, given as its number and its serialized items. Return the number of items."""
         number, message = task
         items = pa.ipc.open_stream(message).read_all()
         digests = [_digest(data) for _, data in fetch(items, self.read)]
@@ -31,7 +31,7 @@ class HashTask:
         return len(items)
 
     def digests(self, number: int) -> pa.Table | None:
-        """Return what a task has written; None if that is missing, damaged or of another plan."""
+        """Return the digests that a task has written, or None if they are missing, damaged or of another plan."""
         table = get_table(self._url(number))
         known = table is not None and (table.schema.metadata or {}).get(b"plan") == self.plan.encode()
         return table if known else None

@@ -18,17 +18,16 @@ from eagleray.datasets.card import find
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 
-SAMPLE = 1000  # images that are decoded where there is no card
-SHEET = 64  # images on a contact sheet
+SAMPLE = 1000  # images that are decoded if there is no card
+SHEET = 64  # most images on a contact sheet
 
 
 def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
-    """Return the card of some shards, and images (H, W, 3) for a contact sheet; every call returns the same images.
+    """Return the card of some shards, and images (H, W, 3) for a contact sheet. Every call returns the same images.
 
     If the folder has no card, its entries are estimated from the index and a sample of the images. If no index can be
-    written beside the shards, it is written to the folder `spare`. No images are returned of channels other than red,
-    green and blue.
-    """
+    written beside the shards, it is written to the folder `spare`. No images are returned if their channels are not
+    red, green and blue."""
     index = open_shown(url, spare, note=say)
     order = np.random.default_rng(0).permutation(len(index))
     selected = list(store.patterns(url))
@@ -40,7 +39,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     if card:
         return card, _sample(index, order[:SHEET], read_pixels)[1]
     say_loading()
-    from eagleray.data.decode import decode  # counts what training would: a second and a half of importing PyTorch
+    from eagleray.data.decode import decode  # decodes as training does, but importing PyTorch takes a second and a half
 
     sample, images, shapes = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
     labels = index.label[index.label >= 0]
@@ -60,8 +59,8 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
 def _sample(
     index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
 ) -> tuple[ImageStats, list[NDArray[np.uint8]], dict[str, list[float]]]:
-    """Return the statistics of some samples, the first few of their images (H, W, 3), and the shorter side in pixels
-    and the aspect ratio of each."""
+    """Return the statistics of some samples, their first SHEET images (H, W, 3), and the shorter side in pixels and the
+    aspect ratio of each. Raises UserError when none can be decoded."""
     stats, shapes = ImageStats(), dict[str, list[float]](side=[], aspect=[])
     images: list[NDArray[np.uint8]] = []
     for sample in progress_over("images", "reading", samples.tolist(), len(samples)):

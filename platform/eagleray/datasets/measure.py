@@ -1,9 +1,8 @@
-"""Measure every image of a data set: size, brightness, sharpness and other columns to choose samples by.
+"""Measure every image of a data set: size, brightness, sharpness and other columns for choosing samples.
 
-The columns are a table beside the shards, which `data.train.where` reads by itself. The pixels of an image are measured
-after its short side was shrunk to 256, where it is longer, so that the numbers of large and small images can be
-compared.
-"""
+The columns are a table beside the shards, which `data.train.where` finds. An image whose shorter side has more than 256
+pixels is shrunk to 256 before its pixels are measured, so that the numbers of large and small images can be
+compared."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,16 +26,16 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.datasets import sidecars
 from eagleray.storage.ordered_map import ordered_map
 
-SIDE = 256  # pixels of the short side that sharpness and others are measured at
-Tick = Callable[[int, int], None]  # images done, images in all
+SIDE = 256  # pixels of the shorter side at which sharpness and others are measured
+Tick = Callable[[int, int], None]  # images done, and images in all
 
 
 class Image(NamedTuple):
-    """A decoded image."""
+    """A decoded image, with smaller copies."""
 
-    rgb: NDArray[np.uint8]  # (H, W, 3), as it is
-    small: NDArray[np.uint8]  # (h, w, 3), with a short side of SIDE at most
-    grey: NDArray[np.uint8]  # (h, w), of `small`
+    rgb: NDArray[np.uint8]  # (H, W, 3), in its own size
+    small: NDArray[np.uint8]  # (h, w, 3), with a shorter side of at most SIDE
+    grey: NDArray[np.uint8]  # (h, w), `small` in grey
     size: int  # bytes of the file
 
 
@@ -56,14 +55,14 @@ def _entropy(image: Image) -> dict[str, float]:
 
 
 def phash(grey: NDArray[np.uint8]) -> str:
-    """Return the perceptual hash of an image (h, w) in 16 digits: which of its 63 lowest frequencies are above their
-    median."""
+    """Return the perceptual hash of an image (h, w) in 16 digits: which of its 63 lowest frequencies of the DCT are
+    above their median."""
     small = cv2.resize(grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
     low = cv2.dct(small)[:8, :8].ravel()[1:]
     return f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"
 
 
-# By name: what computes the columns, and what they mean.
+# For each measure: the function that computes its columns, and the meaning of each column.
 MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = {
     "size": (
         _sides,
@@ -104,7 +103,7 @@ MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the table, for the process that computes it."""
+    """A part of the table, as the process that computes it receives it."""
 
     number: int
     table: SampleTable
@@ -120,11 +119,10 @@ def measure(
     note: Callable[[str], None],
     tick: Tick,
 ) -> SampleTable:
-    """Write measures of all images into the folder or URL `out`, by default beside the shards. Without `names` these
-    are all measures; `json.NAME` is a field of the JSON beside each image. Parts that are there already stay as they
-    are.
+    """Write measures of all images into the folder or URL `out`, by default beside the shards. By default all measures
+    are written. `json.NAME` is a field of the JSON beside each image. Existing parts are kept.
 
-    Raises UserError for an unknown measure or field, and when `out` has another table; Outage when a store does not
+    Raises UserError for an unknown measure or field, and when `out` has another table, and Outage when a store does not
     answer."""
     names = names or list(MEASURES)
     measures = [name for name in names if not name.startswith(sidecars.PREFIX)]
@@ -152,7 +150,7 @@ def measure(
 
 
 def undecoded(table: SampleTable) -> Iterator[str]:
-    """Yield a line about the images of a table that did not decode, if there are any."""
+    """Yield a line about the images of a table that could not be decoded, if there are any."""
     column = next(iter(MEASURES[table.about.settings["measures"][0]][1]))
     count, example = 0, ""
     for number in table.parts:
@@ -166,7 +164,7 @@ def undecoded(table: SampleTable) -> Iterator[str]:
 
 
 def measure_part(part: Part) -> int:
-    """Measure the images of a part and write it, and return its number."""
+    """Measure the images of a part and write the part. Return its number."""
     index = index_of(part.url, part.table.about.data)
     samples = part.table.samples(part.number)
     names, fields = part.table.about.settings["measures"], part.table.about.settings.get("json")
@@ -179,7 +177,7 @@ def measure_part(part: Part) -> int:
 
 
 def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each sample in order; none of an image that does not decode."""
+    """Yield the measures of each sample in order; an empty dict for an image that cannot be decoded."""
     cuts = np.searchsorted(samples, index.starts[(index.starts > samples[0]) & (index.starts <= samples[-1])])
 
     with contextlib.closing(Fetcher(index, cache=None)) as fetcher:
@@ -203,7 +201,7 @@ def _of(block: Block, sample: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def of_pixels(rgb: NDArray[np.uint8], size: int) -> Image:
-    """Return an image (H, W, 3) of a file of so many bytes with its smaller copies."""
+    """Return an image (H, W, 3), from a file of `size` bytes, with its smaller copies."""
     h, w = rgb.shape[:2]
     scale = min(SIDE / min(h, w), 1)
     shape = max(round(w * scale), 1), max(round(h * scale), 1)

@@ -32,18 +32,18 @@ from eagleray.storage.range_file import PATIENCE
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUALITY = 95  # the quality of a JPEG that was made smaller; its colours are not subsampled
-EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # formats whose usual extension is not PIL's name in lower case
-NOTES = ".prepare"  # folder in the destination that records what is done; it is deleted at the end
+QUALITY = 95  # quality of the JPEG of a shrunk image, whose chroma is not subsampled
+EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # formats whose usual extension is not their name in PIL in lower case
+NOTES = ".prepare"  # folder in the destination with the records of finished tasks, which is deleted at the end
 
 
 @dataclass(frozen=True)
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # the tag is a `content_tag`; a size of 0 means that no image was left and there is no file
-    ends: str  # a checksum of its ends
-    rows: pa.Table  # STORED
+    blob: Blob  # tag as by `content_tag`; size 0: no image was left, so there is no file
+    ends: str  # checksum of the beginning and the end of its file
+    rows: pa.Table  # columns of STORED
     stats: ImageStats
 
 
@@ -56,10 +56,10 @@ class PackTask:
     max_side: int
     min_side: int
     plan: str  # digest of the plan that the shard belongs to
-    channels: int = 0  # 0 means red, green and blue
+    channels: int = 0  # 0: red, green and blue
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Run one task, given as the shard's number and its serialized items; return the number of items."""
+        """Run one task, given as the shard's number and its serialized items. Return the number of items."""
         number, message = task
         items = pa.ipc.open_stream(message).read_all()
         url = f"{self.destination}/shard-{number:06d}.tar"
@@ -76,10 +76,10 @@ class PackTask:
         return len(items)
 
     def is_done(self, number: int, sizes: Mapping[str, int]) -> bool:
-        """Return whether a shard was finished under this plan, and still is what was written.
+        """Return whether a shard was finished under this plan, and its file still has the size that was written.
 
-        `sizes` are those of the destination's files, by URL. The ends of a local file are read as well.
-        """
+        `sizes` are those of the destination's files, by URL. For a local file, the checksum `ends` is compared as
+        well."""
         note = read_note(f"{self.destination}/{NOTES}/{note_name(number)}", self.plan)
         if note is None or not note.blob.size:
             return note is not None
@@ -92,7 +92,7 @@ class PackTask:
         from webdataset import TarWriter
 
         stats, rows = ImageStats(), []
-        # The headers hold no time and no user, so the same items make the same bytes. PAX allows names of any length.
+        # Headers without time and user make the same bytes from the same items. PAX allows names of any length.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
             for item, data in fetch(items, self.read):
                 try:
@@ -111,7 +111,7 @@ class PackTask:
         return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, STORED, strict=True)], STORED)
 
     def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
-        """Return the image file to write and its extension. Raises BadImage for an image that is to be left out."""
+        """Return the image file to write and its extension. Raises BadImage for an image to leave out."""
         if item.reason or not len(data):
             raise BadImage(item.reason or "the image has no bytes")
         if self.channels:
@@ -162,7 +162,7 @@ def put_table(url: str, table: pa.Table) -> None:
 
 
 def get_table(url: str) -> pa.Table | None:
-    """Return the table that `put_table` stored under a URL; None if it is missing or damaged."""
+    """Return the table that `put_table` stored under a URL, or None if it is missing or damaged."""
     with contextlib.suppress(FileNotFoundError, pa.ArrowException):
         return pq.read_table(pa.BufferReader(store.store(url).get(url)))
     return None
@@ -174,7 +174,7 @@ def note_name(number: int) -> str:
 
 
 def write_note(url: str, note: ShardNote, plan: str) -> None:
-    """Write the note of a shard: its rows as a table, everything else in the table's metadata."""
+    """Write the note of a shard: its rows as a table, and everything else in the table's metadata."""
     blob = note.blob
     about = {"url": blob.url, "size": blob.size, "tag": blob.tag, "ends": note.ends, "plan": plan}
     about["census"] = note.stats.to_json()
@@ -182,7 +182,7 @@ def write_note(url: str, note: ShardNote, plan: str) -> None:
 
 
 def read_note(url: str, plan: str) -> ShardNote | None:
-    """Read the note that `write_note` wrote under a plan; None if it is missing, damaged or of another plan."""
+    """Return the note that `write_note` wrote under this plan, or None if it is missing, damaged or of another plan."""
     table = get_table(url)
     if table is None:
         return None

@@ -3,8 +3,7 @@
 An interrupted preparation can be continued and ends with the same bytes. First the plan is written: the options and the
 items (the images of the source). Each shard is a pure function of the plan and the shard's number. A finished shard
 leaves a small file, its note, beside the plan. The card is written last. Each file is on the disk before the next one
-is written, and a shard whose size or ends differ from its note is written again.
-"""
+is written. A shard whose size or ends differ from its note is written again."""
 
 import contextlib
 import hashlib
@@ -41,7 +40,7 @@ from eagleray.storage.shard_names import is_shard
 T = TypeVar("T")
 R = TypeVar("R")
 Tick = Callable[[str, int, int], None]  # name of the pass, images done, images in all
-FILES = "files of the source"  # the key of their fingerprint, which must stay the same, as the options must
+FILES = "files of the source"  # key of the fingerprint of the source's files, which like the options must not change
 KEY, MIB = "key", 2**20
 
 
@@ -54,16 +53,15 @@ class Run(Protocol):
 def prepare(
     options: PrepareOptions, *, run: Run, command: str, note: Callable[[str], None], tick: Tick
 ) -> dict[str, Any]:
-    """Write the shards of a source, their index and their card; return the card.
+    """Write the shards of a source, their index and their card. Return the card.
 
-    Raises UserError when the source cannot be read, or when the destination holds other shards.
-    """
+    Raises UserError when the source cannot be read, or when the destination holds other shards."""
     store.check_writable(options.destination)
     if options.channels and options.max_side:
         raise UserError(f"--max-side {options.max_side}: makes JPEGs, which have no {options.channels} --channels")
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
-    _read_plan(options, identity)  # refuses before anything is written
+    _read_plan(options, identity)  # so that errors come before anything is written
     with _alone(options.destination, note):
         plan = _read_plan(options, identity)
         if plan is not None and plan["done"]:
@@ -85,9 +83,9 @@ def prepare(
 
 @contextlib.contextmanager
 def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other commands of this machine from a local destination while the block runs. Raises UserError."""
+    """Keep other commands of this machine from a local destination for a block. Raises UserError if one is at work."""
     notes = store.folder_of(f"{destination}/{NOTES}")
-    if notes is None:  # two commands are noticed by their plans
+    if notes is None:  # two commands on a store are noticed by their plans
         yield
         return
     there = notes.parent.exists()
@@ -96,7 +94,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
         lock = lock_folder(notes)
     except Busy:
         raise UserError(f"{destination}: another `eagleray prepare` is at work there") from None
-    except UserError:  # the file system has no locks
+    except UserError:  # as the file system has no locks
         note(f"{destination}: cannot be locked; do not start a second command for it")
         yield
         return
@@ -106,7 +104,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # nothing was begun
+            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # as nothing was begun
                 shutil.rmtree(notes)
                 if not there:
                     notes.parent.rmdir()
@@ -116,8 +114,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
 class TaskPasses:
     """The two passes over the images of a source: finding duplicates and writing shards.
 
-    Each pass is divided into tasks. A finished task leaves a small file, its note, so that it is not run again.
-    """
+    Each pass is divided into tasks. A finished task leaves a small file, its note, so that it is not run again."""
 
     options: PrepareOptions
     read: Read
@@ -131,10 +128,9 @@ class TaskPasses:
         return f"{self.options.destination}/{NOTES}"
 
     def unique(self, items: pa.Table, stats: ImageStats) -> pa.Table:
-        """Return the items without duplicates: of images with the same bytes, the first is kept.
+        """Return the items without duplicates. Of images with the same bytes, the first is kept.
 
-        The others are counted as dropped in `stats`.
-        """
+        The others are counted as dropped in `stats`."""
         cuts = cut_evenly(items["size"].to_numpy(), self.options.size * MIB)
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
         task = HashTask(self.notes, self.read, self.plan)
@@ -150,7 +146,7 @@ class TaskPasses:
         return items.filter(pa.array(first == rows))
 
     def write(self, items: pa.Table) -> int:
-        """Write the shards that have not been written yet; return the number of all shards."""
+        """Write the shards that have not been written yet. Return the number of all shards."""
         assignment = ShardAssignment.shuffle(items, size=self.options.size * MIB, seed=self.options.seed)
         pieces = [assignment.rows(n) for n in range(len(assignment))]
         self.note(f"{len(items):,} images, {len(pieces):,} shard(s)")
@@ -184,7 +180,7 @@ class TaskPasses:
         if not missing:
             return
         self.tick(name, done, len(items))
-        whole = items.combine_chunks()  # taking rows from many chunks is 50 times slower
+        whole = items.combine_chunks()  # as taking rows from many chunks is 50 times slower
         for count in self.run(function, ((n, serialize(whole.take(pieces[n]))) for n in missing)):
             done += count
             self.tick(name, done, len(items))
@@ -248,7 +244,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _check_shards(destination: str, shards: int) -> None:
-    """Raise UserError when shards of a finished preparation are gone or have another size than their index says."""
+    """Raise UserError when shards of a finished preparation are missing or differ in size from their index."""
     there = {b.url.rpartition("/")[2]: b.size for b in files.list_folder(destination + "/")}
     known = index_file.load(f"{destination}/{INDEX}", again=False)
     sizes = {name: file.shards[file.groups[name]].size for name, file in known.items()}
@@ -263,20 +259,19 @@ def _check_shards(destination: str, shards: int) -> None:
 def _write_plan(
     options: PrepareOptions, source: SourceFiles, identity: dict[str, Any], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """List the items of the source and write them, and after them the plan.
+    """List the items of the source, write them, and then write the plan.
 
-    The order guarantees that the items are complete wherever a plan exists.
-    """
+    In this order, the items are complete whenever a plan exists."""
     listing = source.listing()
     items = _unique_keys(table(listing.items))
     for line in filter(None, (listing.note, listing.found())):
         note(line)
-    name = f"items-{_digest(identity)}.parquet"  # another command with other options has its own
+    name = f"items-{_digest(identity)}.parquet"  # a command with other options writes to another file
     plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}
     url = f"{options.destination}/{NOTES}/plan.json"
     put_table(f"{options.destination}/{NOTES}/{name}", items)
     with writing(url):
-        store.store(url).create(url, json.dumps(plan).encode())  # one of two commands at once makes it
+        store.store(url).create(url, json.dumps(plan).encode())  # creates it only once, also if two commands run
     return _present(_read_plan(options, identity), options.destination)
 
 
@@ -300,7 +295,7 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def _present(thing: T | None, destination: str) -> T:
-    """Return a thing that this command needs and has found or written before. Raises UserError when it is gone."""
+    """Return a thing that this command has found or written before. Raises UserError for None: the thing is gone."""
     if thing is None:
         raise UserError(f"{destination}: another command has changed it meanwhile; run this one again")
     return thing
@@ -316,12 +311,11 @@ def _load(url: str) -> pa.Table:
 
 
 def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
-    """Return the items that can be used, and count the others in `stats` with the reason.
+    """Return the usable items, and count the others in `stats` by reason.
 
-    Raises UserError when no item can be used.
-    """
+    Raises UserError when no item is usable."""
     dropped = items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"])
-    for batch in dropped.to_batches(max_chunksize=BATCH):  # they may be nearly all
+    for batch in dropped.to_batches(max_chunksize=BATCH):  # in batches, as nearly all may be dropped
         for row in batch.to_pylist():
             stats.drop(row["reason"], row[KEY])
     usable = items.filter(pc.is_null(items["reason"]))
@@ -343,9 +337,9 @@ def _finish(
     stats: ImageStats,
     shards: int,
 ) -> dict[str, Any]:
-    """Write the index and the card from the notes of the shards, without reading an image again; delete the notes."""
+    """Write the index and the card from the notes of the shards, without reading images again, and delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
-    _read_plan(options, identity)  # the plan may be another command's by now
+    _read_plan(options, identity)  # as another command may have written another plan
     urls = [f"{options.destination}/{NOTES}/{note_name(n)}" for n in range(shards)]
     for intact in ordered_map(lambda url: read_note(url, _digest(identity)), urls):
         note = _present(intact, options.destination)
@@ -380,7 +374,7 @@ def _delete_notes(destination: str) -> None:
     """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
     notes = files.list_tree(f"{destination}/{NOTES}")
-    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # a hundred thousand would take an hour in turn
+    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # 100,000 one by one would take an hour
         pass
     if folder := store.folder_of(f"{destination}/{NOTES}"):
         shutil.rmtree(folder, ignore_errors=True)

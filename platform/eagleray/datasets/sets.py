@@ -1,4 +1,5 @@
-"""A table of all sources that `eagleray prepare` reads, with a reader of `sources/` and the published facts of each."""
+"""The table of all sources that `eagleray prepare` reads, each with its reader in `sources/` and its published
+facts."""
 
 from collections.abc import Callable, Mapping
 
@@ -33,14 +34,14 @@ def _set(
     licence: str = RESEARCH,
     options: tuple[str, ...] = (),
 ) -> Source:
-    """Return a source that recipes name; see `Source` and `Dataset` for what is given. `unlabelled` splits are read,
-    but are no part of the published facts."""
+    """Return a source that recipes name. The arguments are fields of `Source` and `Dataset`. The splits `unlabelled`
+    can be read, but are not among the published facts."""
     dataset = Dataset(title, short, classes, splits, obtain, contents)
     return Source(find, licence, dataset, (*splits, *unlabelled), options)
 
 
 def _subset(name: str, short: str, splits: Mapping[str, int], chosen: str) -> Source:
-    """Return a subset of ImageNet-1k whose classes are those of the papers `chosen`."""
+    """Return a subset of ImageNet-1k with the classes that the papers `chosen` use."""
     return _set(
         imagenet.imagenet_subset,
         name.replace("imagenet", "ImageNet"),

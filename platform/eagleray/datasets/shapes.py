@@ -1,8 +1,7 @@
-"""Draw pictures of twenty classes, a shape filled with a texture each: a labelled data set that needs no download.
+"""Draw pictures of twenty classes, each a shape filled with a texture: a labelled data set without a download.
 
-The class is the pair of shape and texture. Colours, light, position, scale, tilt and noise do not depend on the class.
-They vary within the ranges of crops, flips and colour jitter, so two views of a picture share little but the class.
-"""
+The class is the pair of shape and texture. Colours, light, position, scale, tilt and noise do not depend on it. They
+vary within the ranges of crops, flips and colour jitter, so two views of a picture share little but the class."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,11 +9,11 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-Field = np.ndarray  # (H, H) float32 over the picture
+Field = np.ndarray  # (H, H) float32, a value for each pixel
 Mask = Callable[[Field, Field], Field]  # negative inside a shape, positive on the ink of a texture
 
-LUMAS = np.array([0.2, 0.75, 0.45])  # ground, figure, ink: apart enough to stay apart in grey
-CHROMA = 0.15  # strength of the hues, which are drawn freely, as jitter turns them all the way round
+LUMAS = np.array([0.2, 0.75, 0.45])  # luminance of ground, figure and ink, which still differ in grey
+CHROMA = 0.15  # strength of the hues, which are drawn from the full circle, as jitter rotates them by any angle
 LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green, blue
 
 
@@ -72,7 +71,7 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
     left, up = draw.uniform(-0.2, 0.2, 2).astype(np.float32)
     scale, period = np.float32(draw.uniform(0.6, 0.85)), np.float32(draw.uniform(0.42, 0.5))
     phase = draw.random(2, np.float32)
-    x, y = grid(2 * size)  # drawn at twice the size, then averaged, for smooth edges
+    x, y = grid(2 * size)  # drawn at twice the size and then averaged, for smooth edges
     u, v = rotate(x - left, y - up, draw.uniform(-0.15, 0.15))
     ink = texture(u / period + phase[0], v / period + phase[1]) > 0
     canvas = paint[np.where(shape(u / scale, v / scale) < 0, 1 + ink, 0)]
@@ -83,12 +82,11 @@ def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
 
 
 def colours(draw: np.random.Generator) -> np.ndarray:
-    """Draw the random colours (3, 3) of a picture under one exposure: background, shape and texture, as red, green,
-    blue.
-    """
+    """Draw the colours (3, 3) of a picture under one exposure: background, shape and texture, in red, green and
+    blue."""
     turns = draw.random(3)
     tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
-    tint -= (tint @ LUMA)[:, None]  # a hue must not change the brightness
+    tint -= (tint @ LUMA)[:, None]  # so that a hue does not change the luminance
     exposure, contrast = draw.uniform(0.7, 1.3, 2)
     return (exposure * (0.5 + contrast * (LUMAS[:, None] - 0.5) + tint)).astype(np.float32)
 

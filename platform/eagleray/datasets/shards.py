@@ -20,7 +20,7 @@ SIZE = 128 * 2**20  # bytes of images per shard
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The bytes of one image file, its key, its extension and, if it has one, its class."""
+    """An image file: its key, its extension, its bytes and, if it has one, its class."""
 
     key: str
     extension: str
@@ -32,8 +32,7 @@ def write_shards(samples: Iterable[Sample], destination: str, *, size: int = SIZ
     """Write `shard-000000.tar`, ... and `index.parquet` into a folder, local or s3://.
 
     Returns the number of shards and the number of samples. Raises UserError when the folder holds shards already, or
-    when there is no sample.
-    """
+    when there is no sample."""
     destination = store.absolute(destination).rstrip("/")
     check_empty(destination)
     shards = count = 0
@@ -76,7 +75,7 @@ def _write(group: list[Sample], url: str) -> None:
     from webdataset import TarWriter
 
     with tempfile.NamedTemporaryFile() as file:
-        # The headers hold no time and no user, so the same samples make the same bytes.
+        # Headers without time and user make the same bytes from the same samples.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", format="PAX_FORMAT") as tar:
             for s in group:
                 label = {} if s.label is None else {"cls": str(s.label).encode()}

@@ -1,8 +1,7 @@
 """Reads fields of the JSON that img2dataset and others store beside each image in its tar, as columns of a table.
 
-The JSON may come from a stranger: what is too large, no JSON, or of another type than the column is null, and a column
-says why.
-"""
+The JSON may come from a stranger. A value that is too large, not JSON, or not of its column's type becomes null, and
+the column FAULT gives the reason."""
 
 import contextlib
 import io
@@ -28,20 +27,20 @@ from eagleray.data.tar_scan import READ, key_and_extension
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-PREFIX = "json."  # names of measures with this prefix are fields of a sidecar
-FAULT = "json_fault"  # the column that says what is wrong with a sample's JSON
-LARGEST = 2**20  # bytes of one JSON
-LONGEST = 4096  # characters of a text
-LOOK = 1000  # samples whose JSON says of which type each field is
-NAMED = 20  # fields that a message names
+PREFIX = "json."  # prefix of measures that are fields of the JSON
+FAULT = "json_fault"  # name of the column that says what is wrong with a sample's JSON
+LARGEST = 2**20  # most bytes of one JSON
+LONGEST = 4096  # most characters of a text
+LOOK = 1000  # samples whose JSON decides the types of the fields
+NAMED = 20  # most fields or faults that are listed
 KINDS = {"number": pa.float64(), "text": pa.string(), "true or false": pa.bool_()}
 MISSING = "no .json beside the image"
 FIELD = re.compile(r"\w[\w .-]{0,99}")
 
 
 def fields_of(names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the fields among the names of measures. `columns` are those that other measures give. Raises UserError for
-    a field that cannot be a column."""
+    """Return the fields among the names of measures. `columns` are those of the other measures. Raises UserError for a
+    field that cannot be a column."""
     fields = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
     for field in fields:
         if not FIELD.fullmatch(field):
@@ -52,8 +51,8 @@ def fields_of(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 def kinds_of(index: Index, fields: Sequence[str]) -> dict[str, str]:
-    """Return of which type the fields are in the first samples: a key of KINDS for each. Raises UserError for a field
-    that none of them has, or that has several types or other ones."""
+    """Return the type of each field in the first LOOK samples, a key of KINDS. Raises UserError for a field that none
+    of them has, or that has several types or one that is not in KINDS."""
     if any(is_folder_blob(blob) for blob in index.shards):
         raise UserError(f"--columns {PREFIX}{fields[0]}: JSON is read from tars, not from a folder of images")
     seen: dict[str, set[str]] = {field: set() for field in fields}
@@ -76,8 +75,8 @@ def kinds_of(index: Index, fields: Sequence[str]) -> dict[str, str]:
 
 
 def columns(index: Index, samples: NDArray[np.int64], kinds: Mapping[str, str]) -> dict[str, pa.Array]:
-    """Return columns with the fields of neighbouring samples (n,), and the column FAULT. Raises UserError and
-    Outage."""
+    """Return columns with the fields of neighbouring samples (n,), and the column FAULT. Raises UserError and Outage
+    for failures of the store."""
     first = int(samples[0])
     values: dict[str, list[Any]] = {field: [None] * len(samples) for field in kinds}
     faults: list[str | None] = [MISSING] * len(samples)
@@ -96,7 +95,7 @@ def columns(index: Index, samples: NDArray[np.int64], kinds: Mapping[str, str]) 
 
 
 def fault_lines(table: SampleTable) -> Iterator[str]:
-    """Yield a line for each of the most frequent things that are wrong with the JSON of samples."""
+    """Yield a line with its number of samples for each of the most frequent faults of JSON."""
     counts: Counter[str] = Counter()
     for number in table.parts:
         counts.update(fault for fault in table.read(number, [FAULT])[FAULT].to_pylist() if fault)
@@ -105,7 +104,7 @@ def fault_lines(table: SampleTable) -> Iterator[str]:
 
 
 def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the JSON of each of neighbouring samples (n,) that has one, or a reason why it cannot be used."""
+    """Yield the number and the JSON of each of the neighbouring samples (n,) that has one, or why it cannot be used."""
     first, stop = int(samples[0]), int(samples[-1]) + 1
     shards = np.searchsorted(index.first, [first, stop - 1], "right") - 1
     for shard in range(int(shards[0]), int(shards[1]) + 1):
@@ -117,7 +116,7 @@ def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, d
 
 
 def _start(index: Index, shard: int, sample: int) -> int:
-    """Return where headers can be read from to find all members of a sample: after the image of the one before it."""
+    """Return an offset from which all members of a sample follow: the end of the image of the sample before it."""
     if sample == int(index.first[shard]):
         return 0
     before = index.rows(sample - 1, sample)
@@ -125,8 +124,8 @@ def _start(index: Index, shard: int, sample: int) -> int:
 
 
 def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield samples of a shard with their JSON, up to the first damage. `places` are the samples by the offsets of
-    their images."""
+    """Yield samples of a shard with their JSON, up to the first damage. `places` maps the offsets of images to
+    samples."""
     size = blob.size - start
     file = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, start, size)), READ))
     last = max(places.values())
@@ -144,7 +143,7 @@ def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tup
 
 def _files(file: BinaryIO, size: int, base: int) -> Iterator[tuple[tuple[str, str], Member]]:
     """Yield the files of a shard that belong to samples, with their keys and extensions, up to the first damage. The
-    index has said so, and the samples behind it are not in it."""
+    damage is in the index already, without the samples after it."""
     with contextlib.suppress(DamagedTar):
         for member in members(file, size, base=base):
             if names := key_and_extension(member.name):
@@ -152,7 +151,7 @@ def _files(file: BinaryIO, size: int, base: int) -> Iterator[tuple[tuple[str, st
 
 
 def _read(file: BinaryIO, offset: int, size: int, sparse: bool) -> dict[str, Any] | str:
-    """Return the object in a member, or a reason why it cannot be used."""
+    """Return the JSON object in a member, or the reason why it cannot be used."""
     if sparse:
         return "its .json is stored sparse"
     if size > LARGEST:
@@ -172,7 +171,7 @@ def _kind(value: Any) -> str:
 
 
 def value_of(value: Any, kind: str) -> tuple[Any, str]:
-    """Return a value as one of its column, null if it cannot be, and what is wrong with it."""
+    """Return a value of the column's type, or None if it cannot be used, and the reason, or ""."""
     if value is None:
         return None, ""
     if _kind(value) != kind:
@@ -185,5 +184,5 @@ def value_of(value: Any, kind: str) -> tuple[Any, str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text can be stored, as one with half a surrogate pair cannot."""
+    """Return whether a text can be stored. It cannot with half a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -11,11 +11,11 @@ from eagleray.data.file_names import readable
 from eagleray.data.pixels import open_image
 from eagleray.data.tiff import MAGIC
 
-EXAMPLES = 20  # dropped images that are named, per reason
-REASONS = 50  # reasons that are listed; all further ones are counted under OTHER
+EXAMPLES = 20  # most dropped images that are named per reason
+REASONS = 50  # most reasons that are listed; further ones are counted under OTHER
 OTHER = "other reasons"
-# Both have equal steps of the logarithm, and one open bin beyond either end. The edges of ASPECTS are placed so that
-# photographs of 4:3, 3:2 and 16:9 lie well inside a bin.
+# Edges of bins in equal steps of the logarithm, with an open bin beyond either end. With these edges of ASPECTS, 4:3,
+# 3:2 and 16:9 lie well inside a bin.
 SIDES = [round(16 * 2 ** (i / 4)) for i in range(37)]  # pixels of the shorter side
 ASPECTS = [round(2 ** ((2 * i + 1) / 10), 4) for i in range(-11, 11)]  # width / height
 Data = bytes | memoryview
@@ -31,7 +31,7 @@ class DropCount:
 
 @dataclass
 class ImageStats:
-    """Counts of images by format, size and shape; the statistics of two sets can be added."""
+    """Counts of images by format, size and shape. The statistics of two sets can be added."""
 
     images: int = 0
     bytes: int = 0
@@ -41,7 +41,7 @@ class ImageStats:
     dropped: dict[str, DropCount] = field(default_factory=dict)
 
     def count(self, data: Data, height: int, width: int) -> None:
-        """Count one image file. The height and width in pixels are those after the image has been turned upright."""
+        """Count one image file. `height` and `width` are those of the upright image in pixels."""
         self.images += 1
         self.bytes += len(data)
         self.formats[image_format(data)] += 1
@@ -49,7 +49,7 @@ class ImageStats:
         self.aspects[int(np.searchsorted(ASPECTS, width / height, "right"))] += 1
 
     def drop(self, reason: str, example: str, count: int = 1) -> None:
-        """Count images that are left out for a reason; `example` is the key of one of them."""
+        """Count `count` images that are left out for a reason. `example` is the key of one of them."""
         if reason not in self.dropped and len(self.dropped) >= REASONS:
             example, reason = f"{example}: {reason}", OTHER
         entry = self.dropped.setdefault(reason, DropCount())
@@ -71,25 +71,25 @@ class ImageStats:
                 mine.examples += entry.examples[1 : 1 + EXAMPLES - len(mine.examples)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics as dicts, lists, numbers and strings, for JSON."""
+        """Return the statistics as values that JSON can hold."""
         return asdict(self) | {"formats": dict(sorted(self.formats.items()))}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ImageStats":
-        """Rebuild the statistics from what `to_json` returned."""
+        """Return the statistics from the result of `to_json`."""
         dropped = {reason: DropCount(**entry) for reason, entry in values["dropped"].items()}
         return cls(**values | {"formats": Counter(values["formats"]), "dropped": dropped})
 
 
 def image_format(data: Data) -> str:
     """Return the format of an image by its name in PIL, detected from the bytes of the file."""
-    if bytes(data[:4]) in MAGIC:  # TIFF and NumPy files have any number of channels
+    if bytes(data[:4]) in MAGIC:  # PIL does not open all of these, which have any number of channels
         return "TIFF"
     with open_image(data) as image:
         return str(image.format)
 
 
 def fit_within(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Scale a height and width in pixels so that the longer side becomes `longest`; neither falls below 1."""
+    """Scale a height and width in pixels so that the longer side becomes `longest`, and neither is below 1."""
     scale = longest / max(height, width)
     return max(math.floor(height * scale + 0.5), 1), max(math.floor(width * scale + 0.5), 1)

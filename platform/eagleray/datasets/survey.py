@@ -1,4 +1,4 @@
-"""Look at some images of a data set before a recipe is written: their number, classes, sizes, channels and formats."""
+"""Examine some images of a data set before writing a recipe: their number, classes, sizes, channels and formats."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +16,30 @@ from eagleray.data.index import open_shown
 from eagleray.data.pixels import open_image
 from eagleray.storage import store
 
-SAMPLE = 256  # images that are looked at
-BUDGET = 2**28  # bytes of them, after which no more are read
-KEPT = 16  # files that are returned
-GREY = {"1": 1, "L": 1, "LA": 1, "I": 1, "F": 1, "I;16": 1}  # channels by the modes of Pillow that are not colours
+SAMPLE = 256  # most images that are examined
+BUDGET = 2**28  # bytes of image files, after which no more are read
+KEPT = 16  # most files that are returned
+GREY = {"1": 1, "L": 1, "LA": 1, "I": 1, "F": 1, "I;16": 1}  # number of channels of Pillow's modes without colour
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Facts about a data set. All but the numbers of images and classes describe the images that were looked at."""
+    """Facts about a data set. All but the numbers of images and classes describe the examined images."""
 
     images: int
-    classes: int  # 0: no labels
-    looked: int  # images that could be opened
-    broken: int  # images that could not
+    classes: int  # number of classes; 0: no labels
+    looked: int  # number of images that could be opened
+    broken: int  # number of images that could not be opened
     sides: tuple[int, int, int]  # pixels of the shorter side: 5th percentile, median, 95th percentile
-    width: int  # median
-    height: int  # median
-    channels: int  # the number that most images have, without transparency: 3 for colours
+    width: int  # median, pixels
+    height: int  # median, pixels
+    channels: int  # most frequent number of channels, without transparency; 3: colour
     formats: Counter[str]
-    image_bytes: float  # mean
-    files: tuple[bytes, ...]  # some images
+    image_bytes: float  # mean size of a file, bytes
+    files: tuple[bytes, ...]  # content of some image files
 
     def lines(self) -> Iterator[str]:
-        """Yield what was seen, for a person."""
+        """Yield lines that describe the data set to a person."""
         classes = f"{self.classes:,} classes" if self.classes else "no classes"
         common = [(name, count / self.looked) for name, count in self.formats.most_common(3)]
         kinds = ", ".join(f"{name} {share:.0%}" for name, share in common if share >= 0.01)
@@ -53,14 +53,14 @@ class Survey:
 
 
 def survey(data: str) -> Survey:
-    """Look at a data set: shards, which are indexed first if they have no index, or a folder of images, whose names are
-    listed. The same images are looked at in every call. Raises UserError, also when none can be opened, and Outage."""
+    """Examine a data set, given as shards, which are indexed if they are not, or as a folder of images, which is
+    listed. Every call examines the same images. Raises UserError, also when no image can be opened, and Outage."""
     url = store.absolute(data)
     if holds_images(url):
         say(f"listing the images in {data}")
         with image_list(url, say) as images:
             list_images(url, images, say)
-            # The order of the list is that of a hash of the names, so its beginning is a sample.
+            # The list is ordered by a hash of the names, so its beginning is a random sample.
             names = [image.path for image in next(images.parts())[:SAMPLE]]
             count, classes = images.count, len(class_labels(images.top_folders()))
         return _look(count, classes, range(len(names)), lambda i: store.store(url).get(f"{url}/{names[i]}"), data)
@@ -71,8 +71,8 @@ def survey(data: str) -> Survey:
 
 
 def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
-    """Return width and height, channels and format of an image, of its header alone where it is no TIFF: those have
-    channels in pages and planes, which Pillow does not count. Raises whatever decoders do."""
+    """Return width and height, channels and format of an image, from its header alone unless it is a TIFF: Pillow does
+    not count channels in pages and planes of TIFFs. Raises whatever decoders do."""
     if file[:4] in (b"II*\0", b"MM\0*"):
         height, width, planes = read_channels(file).shape
         return (width, height), planes, "TIFF"
@@ -81,7 +81,7 @@ def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
 
 
 def _look(images: int, classes: int, order: Sequence[int], read: Callable[[int], bytes], data: str) -> Survey:
-    """Return what is seen of some of so many images; `read` returns the file of a number in `order`."""
+    """Return what some of `images` images show. `read` returns the file of a number in `order`."""
     shapes, formats, channels = list[tuple[int, int]](), Counter[str](), Counter[int]()
     files, total, looked = list[bytes](), 0, 0
     with counting("looking", "images") as tick:
@@ -91,7 +91,7 @@ def _look(images: int, classes: int, order: Sequence[int], read: Callable[[int],
             total += len(file)
             try:
                 size, planes, form = _facts(file)
-            except Exception:  # decoders raise whatever they like on broken input
+            except Exception:  # as decoders raise any error on broken input
                 continue
             shapes.append(size)
             channels[planes] += 1

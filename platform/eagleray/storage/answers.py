@@ -1,8 +1,7 @@
-"""Checks what a store says of the bytes that it sends, before they are believed.
+"""Checks a store's answers: whether the bytes sent are those requested.
 
-Proxies, caches and servers that restart answer for the store at times: with a page of their own, with another part of
-the file, or without a header. That passes, so it is asked for again, and it is an outage if it does not pass.
-"""
+Proxies, caches and restarting servers sometimes answer in place of the store: with a page of their own, another part of
+the file, or a missing header. That passes, so the request is repeated. If it does not pass, it is an outage."""
 
 import contextlib
 import re
@@ -13,16 +12,16 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.http_body import whole_number
 from eagleray.storage.retry import Transient
 
-LARGEST = 2**50  # bytes; no store has a larger file
+LARGEST = 2**50  # bytes; larger than any file of a store
 NO_ANSWER = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError)
 
 
 @contextlib.contextmanager
 def understood(what: str) -> Iterator[None]:
-    """A context that reads fields of an answer. Raises Transient where one is missing or of another kind."""
+    """A context that reads fields of an answer. Raises Transient where a field is missing or of the wrong kind."""
     try:
         yield
-    except UserError:  # some are ValueErrors
+    except UserError:  # as some UserErrors are ValueErrors
         raise
     except NO_ANSWER as e:
         why = f"{one_line(e)} is missing" if isinstance(e, KeyError) else one_line(e)
@@ -30,16 +29,16 @@ def understood(what: str) -> Iterator[None]:
 
 
 def check_blob(blob: Blob) -> Blob:
-    """Return a file of a listing. Raises Transient for a size that no file has."""
+    """Return a file of a listing. Raises Transient for an impossible size."""
     if not 0 <= blob.size <= LARGEST:
         raise Transient(f"a listing in which {blob.url} has {blob.size} bytes")
     return blob
 
 
 def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """Return the first and the last byte of a partial answer, and the size of the file if the answer says it.
+    """Return the first and the last byte of a partial answer, and the size of the file or, if unknown, None.
 
-    Raises Transient for an answer that is none, or whose length is another."""
+    Raises Transient for an answer that is not partial, or contradicts itself."""
     said = headers.get("Content-Range", "")
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", said.strip())
     if status != 206 or not found:
@@ -47,16 +46,16 @@ def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | No
     first, last, size = int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
     if first > last or last >= (LARGEST if size is None else size) or (size or 0) > LARGEST:
         raise Transient(f"Content-Range {said!r} is no part of a file")
-    length = headers.get("Content-Length")  # none where it is sent in chunks
+    length = headers.get("Content-Length")  # None if the body is sent in chunks
     if length is not None and whole_number(length, most=LARGEST) != last - first + 1:
         raise Transient(f"{length} bytes of Content-Range {said!r}")
     return first, last, size
 
 
 def check_part(url: str, start: int, length: int, status: int, headers: Mapping[str, str]) -> int | None:
-    """Check that an answer has `length` bytes from `start` on, and return the size of the file if the answer says it.
+    """Check that an answer has `length` bytes from `start` on. Return the size of the file, or None if unknown.
 
-    Raises UserError when the file ends before them, and Transient for the bytes of another place."""
+    Raises UserError when the file ends before these bytes do, and Transient for other bytes."""
     first, last, size = part_of(status, headers)
     count = last - first + 1
     if first != start or count > length or (count < length and last + 1 != size):
@@ -68,8 +67,8 @@ def check_part(url: str, start: int, length: int, status: int, headers: Mapping[
 
 
 def check_file(data: bytes, tag: str) -> bytes:
-    """Return a file that a bucket answers with. Raises Transient for a page of a proxy, which names no version, and for
-    an error that S3 says with the status of a success."""
+    """Return the content of a whole file from a bucket. Raises Transient for a proxy's page, which has no version, and
+    for an error that S3 sends with a successful status."""
     if not tag:
         raise Transient("an answer that does not name the version of the file")
     if data.lstrip()[:5] == b"<?xml" and b"<Error>" in data[:200]:
@@ -78,6 +77,6 @@ def check_file(data: bytes, tag: str) -> bytes:
 
 
 def check_tag(expected: str, got: str) -> None:
-    """Raises Transient when an answer names another version of the file than the one that was asked for."""
+    """Raises Transient when an answer is about another version of the file than the requested one."""
     if expected and got and got.strip('"') != expected.strip('"'):
         raise Transient(f"asked for version {expected}, got {got[:100]}")

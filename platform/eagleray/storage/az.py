@@ -1,6 +1,6 @@
 """Reads and writes az://CONTAINER/... URLs through the REST API of Azure Blob Storage.
 
-learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. The ETag of a blob is its tag."""
+The API is learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. The ETag of a blob is its tag."""
 
 import base64
 import os
@@ -20,9 +20,9 @@ from eagleray.storage.remote import Refused, bucket_and_key
 from eagleray.storage.rest import RestStore
 from eagleray.storage.retry import Transient
 
-PART = 16 * 2**20  # bytes; a larger file is uploaded in blocks of this size
-MOST_PARTS = 50_000  # Azure's limit per blob; the blocks of larger files are longer
-UPLOADS = 4  # blocks uploaded at once
+PART = 16 * 2**20  # bytes of a block; larger files are uploaded in blocks
+MOST_PARTS = 50_000  # Azure's limit of blocks per blob; larger files have longer blocks
+UPLOADS = 4  # concurrent uploads of blocks
 UNSIGNED = (
     "; no Azure credentials were found, so the request was anonymous (AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or "
     "pip install 'eagleray[stores]' for those of a machine and of `az login`)"
@@ -124,19 +124,19 @@ class AzStore(RestStore):
             names = list(ordered_map(part, range(-(-size // length)), width=UPLOADS))
         blocks = "".join(
             f"<Latest>{name}</Latest>" for name in names
-        )  # blocks that no list names are deleted in a week
+        )  # Azure deletes blocks that are in no list after a week
         ask({"comp": "blocklist"}, f'<?xml version="1.0" encoding="utf-8"?><BlockList>{blocks}</BlockList>'.encode())
 
 
 def stored(response: Any) -> None:
-    """Raises Transient for an answer to a PUT that is not the store's: the page of a proxy has the status 200."""
+    """Raises Transient for an answer to a PUT that is not the store's, such as a proxy's page with status 200."""
     body_of(response)
     if response.status != 201:
         raise Transient(f"expected 201 for what was written, got {response.status}")
 
 
 def _name(element: ElementTree.Element) -> str:
-    """Return the name of a blob or folder, which is encoded where XML does not allow its letters."""
+    """Return the name of a blob or folder. It is URL-encoded if it has characters that XML does not allow."""
     name = element.find("Name")
     if name is None:
         raise Transient("a listing in which a file has no name")
@@ -144,7 +144,7 @@ def _name(element: ElementTree.Element) -> str:
 
 
 def _tag(blob: ElementTree.Element) -> str:
-    """Return the ETag in quotes, as headers have it; listings leave them out."""
+    """Return the tag of a blob in a listing. Its ETag gets the quotes that headers have and listings leave out."""
     if not (etag := (blob.findtext("Properties/Etag") or "").strip('"')):
         raise Transient("a listing in which a file has no ETag")
     return f'az:"{etag}"'

@@ -1,6 +1,7 @@
-"""The storage account of Azure that the environment names, and how its requests are signed.
+"""The storage account of Azure that the environment names, and the signatures of its requests.
 
-learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key. The variables are those of the command `az`."""
+These follow learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key. The environment variables are those
+of the command `az`."""
 
 import base64
 import binascii
@@ -19,12 +20,12 @@ from urllib.parse import urlsplit
 from eagleray.base.errors import UserError, explained, one_line
 from eagleray.storage.retry import Transient
 
-VERSION = "2021-12-02"  # the version of the API
+VERSION = "2021-12-02"  # version of the API
 SCOPE = "https://storage.azure.com/.default"
 CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
 CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
-MARGIN = 300  # seconds before a token ends in which a new one is asked for
-# Variables that name a service or a file with an identity: with one of them a machine is not anonymous.
+MARGIN = 300  # seconds before the end of a token in which a new one is requested
+# Variables that name a service or file that gives an identity, so that credentials can be expected.
 IDENTITIES = ("IDENTITY_ENDPOINT", "MSI_ENDPOINT", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID")
 
 
@@ -33,7 +34,7 @@ class Account:
     """An account, its server, and its credentials: a key, a signature for URLs, a token, or none."""
 
     name: str
-    endpoint: str  # begins with https:// and ends without a slash
+    endpoint: str  # URL that begins with https:// and has no slash at its end
     key: bytes = field(default=b"", repr=False)
     sas: str = field(default="", repr=False)
     token: Callable[[], str] | None = None
@@ -41,7 +42,7 @@ class Account:
     def sign(
         self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str], length: int
     ) -> dict[str, str]:
-        """Return the headers of a request, with its signature."""
+        """Return the headers of a request, including its date, version and signature or token."""
         named = {**headers, "x-ms-date": formatdate(usegmt=True), "x-ms-version": VERSION}
         if self.token:
             return named | {"Authorization": f"Bearer {self.token()}"}
@@ -57,12 +58,12 @@ class Account:
 
 
 class Accounts:
-    """The account that the environment names."""
+    """Holds the account that the environment names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._account: Account | None = None
-        self._signs = False  # whether there were credentials
+        self._signs = False  # whether credentials were found before
 
     @property
     def anonymous(self) -> bool:
@@ -74,7 +75,7 @@ class Accounts:
         self._account = None
 
     def current(self) -> Account:
-        """Return the account. Raises UserError when none is named."""
+        """Return the account. Raises UserError when none is named, Transient when its credentials have disappeared."""
         with self._lock:
             if self._account is None:
                 account = read_account(os.environ)
@@ -86,7 +87,8 @@ class Accounts:
 
 
 def read_account(environ: Mapping[str, str]) -> Account:
-    """Return the account that environment variables name. Raises UserError when there is none, or a key is no key."""
+    """Return the account that environment variables name. Raises UserError if there is none, or the key is not
+    base64."""
     text = environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     said = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     name = said.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT", "")
@@ -106,15 +108,15 @@ def read_account(environ: Mapping[str, str]) -> Account:
 
 
 def find_token() -> Callable[[], str] | None:
-    """Return a function that returns a valid token of azure-identity; None where it is not installed or has none.
+    """Return a function that returns a valid token from azure-identity, or None if that is not installed or has none.
 
-    Raises Transient when a service that has one does not answer."""
+    Raises Transient when a service that should have a token does not answer."""
     try:
         from azure.core.exceptions import AzureError, ClientAuthenticationError
         from azure.identity import DefaultAzureCredential
     except ImportError:
         return None
-    logging.getLogger("azure").setLevel(logging.ERROR)  # its warnings have many lines; an error of ours says as much
+    logging.getLogger("azure").setLevel(logging.ERROR)  # our own errors say the same in fewer lines
     credential, lock, held = DefaultAzureCredential(), threading.Lock(), dict[str, Any]()
 
     def token() -> str:
@@ -132,7 +134,7 @@ def find_token() -> Callable[[], str] | None:
 
     try:
         token()
-    except ClientAuthenticationError as e:  # azure-identity raises this for a service that does not answer, too
+    except ClientAuthenticationError as e:  # azure-identity raises this also when a service does not answer
         if any(os.environ.get(name) for name in IDENTITIES):
             raise Transient(one_line(e)) from None
         return None

@@ -1,4 +1,4 @@
-"""Describes a stored file, and lends reusable buffers for its bytes."""
+"""Describes a stored file, and lends reusable buffers for its content."""
 
 import weakref
 from collections import deque
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SMALL = 2**20  # bytes; smaller buffers are left to malloc
+SMALL = 2**20  # bytes; smaller buffers are not reused
 UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it: one fits any usual block, and untouched pages cost nothing
-SPARE = 16  # most buffers that are kept for the next blocks
+SPARE = 16  # most buffers kept for later blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Blob:
 
     url: str
     size: int  # bytes
-    tag: str = ""  # a remote file's tag, such as its ETag; empty for local files until `Store.tag` computes it
+    tag: str = ""  # of a remote file, such as its ETag; empty for a local file until `Store.tag` computes it
 
 
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
@@ -28,8 +28,7 @@ def new_buffer(length: int) -> memoryview:
     """Return a buffer of `length` bytes with arbitrary content.
 
     A block's buffer is reused once nothing refers to it: allocating fresh memory takes longer than filling it, and
-    malloc would fragment it more with every epoch.
-    """
+    would fragment malloc's memory more with every epoch."""
     if length < SMALL:
         return memoryview(bytearray(length))
     base = _take_spare(length)
@@ -41,7 +40,7 @@ def new_buffer(length: int) -> memoryview:
 
 
 def _take_spare(length: int) -> NDArray[np.uint8] | None:
-    """Return a spare buffer that fits, or None; other threads may take and return buffers meanwhile."""
+    """Return a spare buffer that fits, or None. Other threads may take and return buffers meanwhile."""
     for _ in range(len(spare_buffers)):
         try:
             base = spare_buffers.popleft()

@@ -1,8 +1,7 @@
-"""Caches blocks on a node's disk, shared by all of its processes; the least recently used blocks are deleted first.
+"""Caches blocks on a node's disk for all of its processes, and deletes the least recently used blocks first.
 
-A file appears under its name only when it is complete. The kernel releases the locks of a process that ends, so a
-killed process leaves nothing but a partial file, which the next writer of the block overwrites.
-"""
+A file gets its name only when it is complete. The kernel releases the locks of a process that ends, so a killed process
+leaves nothing but a partial file, which the next writer of the block overwrites."""
 
 import contextlib
 import hashlib
@@ -16,9 +15,9 @@ from eagleray.base.files import atomic_path, file_lock, writing
 from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
-STRIPES = 64  # lock files that all blocks share
-FREED_SHARE = 0.05  # share of the limit that one eviction frees at least, because listing all files is slow
-STALE = 600  # seconds after which a partial file is taken for abandoned
+STRIPES = 64  # number of lock files that all blocks share
+FREED_SHARE = 0.05  # least share of the limit that one eviction frees, because listing all files is slow
+STALE = 600  # seconds after which a partial file counts as abandoned
 
 
 class Cache:
@@ -35,14 +34,14 @@ class Cache:
         return self._path(*block).exists()
 
     def get(self, blob: Blob, begin: int, end: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """Return a shard's bytes from `begin` to `end`; if they are not cached, one process per node fetches them."""
+        """Return a shard's bytes from `begin` to `end`. If they are not cached, one process per node calls `fetch`."""
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:
             with contextlib.ExitStack() as locks:
                 try:
                     locks.enter_context(file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"))
-                except OSError as e:  # the folder was deleted meanwhile, or there is no room for a file
+                except OSError as e:  # as without the folder, which was deleted, or on a full disk
                     log.warning("%s: cannot be locked: %s", self.folder, e.strerror)
                 data = _read(path, end - begin)
                 if data is None:
@@ -51,7 +50,7 @@ class Cache:
         return data
 
     def drop(self, blob: Blob, begin: int, end: int) -> None:
-        """Delete a block whose bytes turned out to be wrong."""
+        """Delete a block whose bytes are wrong."""
         self._path(blob, begin, end).unlink(missing_ok=True)
 
     def _path(self, blob: Blob, begin: int, end: int) -> Path:
@@ -62,12 +61,12 @@ class Cache:
     def _write(self, path: Path, data: memoryview) -> None:
         if len(data) > self.limit:
             return
-        try:  # not flushed, as each image is checked with its checksum in the index when it is read
+        try:  # not flushed to the disk, as every read of an image is checked by its checksum in the index
             with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
                 locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name
                 self._make_room(len(data))
-        except OSError as e:  # a full disk makes the run slower, not shorter
+        except OSError as e:  # as a full disk makes the run slower, but must not end it
             log.warning("%s: cannot cache a block: %s", self.folder, e.strerror)
 
     def _make_room(self, size: int) -> None:

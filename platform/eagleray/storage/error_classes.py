@@ -1,6 +1,6 @@
-"""Classes the errors of stores, of credentials, of metadata services and of MLflow: which ones may pass by waiting.
+"""Classifies errors of stores, credentials, metadata services and MLflow by whether they may pass with time.
 
-What is refused may pass where the same was allowed before, as when a role or a key is replaced."""
+A refusal may pass if the same request was allowed before, as while a role or a key is being replaced."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ CHANGED = "has changed since it was indexed"
 
 
 class MissingFile(UserError):
-    """The bucket exists, but has no such file."""
+    """The error for a missing file in an existing bucket."""
 
 
 class Kind(enum.Enum):
-    """The ways to deal with an error of a service."""
+    """The ways to treat an error of a service."""
 
     WAIT = "the same request may succeed later"
     RENEW = "it may succeed later with a new client, which reads its credentials and the clock again"
@@ -27,11 +27,11 @@ class Kind(enum.Enum):
 
 
 class Rule(NamedTuple):
-    """Errors that are dealt with in one way: by their codes, their HTTP statuses or the names of botocore's classes."""
+    """Errors that are treated in the same way: error codes, HTTP statuses and names of botocore's classes."""
 
     kind: Kind
     errors: frozenset[str | int]
-    source: str  # the page that documents these errors
+    source: str  # page that documents these errors
 
 
 def _rule(kind: Kind, errors: str, source: str) -> Rule:
@@ -44,7 +44,7 @@ GOOGLE = "cloud.google.com/storage/docs/json_api/v1/status-codes"
 AZURE = "learn.microsoft.com/rest/api/storageservices/blob-service-error-codes"
 BOTOCORE, RETRY = "botocore/exceptions.py", "botocore/data/_retry.json"
 
-# The first rule that has the error's code decides, and if none has, the first that has its status.
+# The first rule with the error's code decides; without one, the first rule with its status.
 TABLE = (
     _rule(Kind.WAIT, "SlowDown RequestTimeout InternalError ServiceUnavailable OperationAborted 503Slowdown", S3),
     _rule(Kind.WAIT, "Throttling ThrottlingException RequestLimitExceeded RequestTimeoutException", COMMON),
@@ -66,35 +66,35 @@ TABLE = (
 
 
 def kind_of(*names: str | int) -> Kind:
-    """Return the way to deal with an error that has these names: its code first, then its HTTP status."""
+    """Return how to treat an error with these names: its code and then its HTTP status."""
     for name in names:
         for rule in TABLE:
             if name in rule.errors:
                 return rule.kind
-    # A success that was not asked for and a redirection are a proxy's, such as one that asks for a login.
+    # An unexpected success or redirection comes from a proxy, such as one that asks for a login.
     passing = any(isinstance(n, int) and (n >= 500 or 200 <= n < 400) for n in names)
     return Kind.WAIT if passing else Kind.LASTING
 
 
 def passes(kind: Kind, *, allowed_before: bool) -> bool:
-    """Return whether waiting may help, when the same request was or was not `allowed_before`."""
+    """Return whether waiting may help. `allowed_before` says whether the same request succeeded earlier."""
     return kind in (Kind.WAIT, Kind.RENEW) or (kind is Kind.DENIED and allowed_before)
 
 
 def names_of(error: BaseException) -> Iterable[str]:
-    """Return the names of an error's class and of the classes that it derives from, the nearest first."""
+    """Return the names of an error's class and of its base classes, the nearest first."""
     return [c.__name__ for c in type(error).__mro__]
 
 
 class Allowed:
-    """Remembers the rights that a process has had, by folder. What is allowed in a folder of a bucket counts for all
-    folders below it, as in most policies."""
+    """Remembers the rights that a process has had, by folder. A right in a folder of a bucket counts for all folders
+    below it, as in most policies."""
 
     def __init__(self) -> None:
         self._known: set[tuple[Right, str]] = set()
 
     def add(self, right: Right, url: str) -> None:
-        """Remember that a file or a listing was not refused."""
+        """Remember that a request for a file or a listing was allowed."""
         self._known.add((right, _folder(right, url)))
 
     def add_folder(self, folder: str, rights: Sequence[Right] = RIGHTS) -> None:
@@ -102,7 +102,7 @@ class Allowed:
         self._known |= {(right, folder.rstrip("/")) for right in rights}
 
     def has(self, right: Right, url: str) -> bool:
-        """Return whether the same was allowed in this folder or in one above it, short of the whole bucket."""
+        """Return whether the process had this right in the URL's folder or in one above it, but below the bucket."""
         folder = _folder(right, url)
         if (right, folder) in self._known:
             return True

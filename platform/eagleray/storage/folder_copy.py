@@ -1,4 +1,4 @@
-"""Copies a folder of a store to this machine's cache, for code that reads plain files, such as images with masks."""
+"""Copies a folder of a store to this machine's cache, for code that needs local files, such as images with masks."""
 
 import json
 import os
@@ -15,19 +15,18 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.store import absolute, is_remote, store
 
 PIECE = 8 * 2**20  # bytes read at a time
-TAGS = "tags.jsonl"  # the tag of each file that was copied, beside the folder
-DATES = 2**30  # seconds from 1970 on, in which the dates of copies lie
+TAGS = "tags.jsonl"  # file beside the folder with the tag of each copied file
+DATES = 2**30  # seconds since 1970 below which the dates of copies lie
 
 
 def local_folder(url: str, note: Callable[[str], None] = lambda _: None) -> Path:
-    """Return a folder of this machine with the files of a folder of a store; a local folder is returned as it is.
+    """Return a local folder with the files of a folder of a store. A local folder is returned as it is.
 
-    Files are copied to the cache, but for those whose copy has the size and the tag that the store names; copies of
-    files that the store no longer has are deleted. Other processes of this machine wait meanwhile. The date of a copy
-    follows from its tag, so that it is the same on every machine, and another one when the file has changed.
-
-    Raises UserError when the folder is empty, a name lies outside of it, or there is no room, and Outage when the store
-    does not answer."""
+    Files are copied to the cache unless their copy has the store's size and tag. Copies of files that the store no
+    longer has are deleted. Other processes of this machine wait meanwhile. The date of a copy follows from its tag, so
+    that it is the same on every machine, and changes with the file.
+    Raises UserError when the folder is empty, a name is not a path inside it, or the disk has no room, and Outage when
+    the store does not answer."""
     if not is_remote(url):
         return Path(absolute(url))
     url = url.rstrip("/")
@@ -40,13 +39,13 @@ def local_folder(url: str, note: Callable[[str], None] = lambda _: None) -> Path
 
 
 def _copy(url: str, root: Path, note: Callable[[str], None]) -> None:
-    """Bring the copy up to date."""
+    """Bring the copy of a folder up to date."""
     blobs = dict(_names(url))
     folder, known = root / "files", {r["name"]: r["tag"] for r in read_lines(root / TAGS)}
     missing = {name: b for name, b in blobs.items() if known.get(name) != b.tag or _size(folder / name) != b.size}
     for path in [p for p in folder.rglob("*") if not p.is_dir()]:
         if str(path.relative_to(folder)) not in blobs:
-            path.unlink()  # deleted in the store, or left half written
+            path.unlink()  # it was deleted in the store, or left incomplete
     if not missing:
         return
     kept = [{"name": n, "tag": b.tag} for n, b in blobs.items() if n not in missing]
@@ -71,11 +70,11 @@ def _copy(url: str, root: Path, note: Callable[[str], None]) -> None:
 def _names(url: str) -> Iterator[tuple[str, Blob]]:
     """Yield the files of a folder with their names relative to it.
 
-    Raises UserError when there are none, or a name is no path inside the folder."""
+    Raises UserError when there are none, or a name is not a path inside the folder."""
     empty = True
     for blob in store(url).walk(url):
         name = blob.url.removeprefix(url + "/")
-        if name.endswith("/") and not blob.size:  # stands for a folder
+        if name.endswith("/") and not blob.size:  # an object that stands for a folder
             continue
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             raise UserError(f"{blob.url}: its name is no path inside the folder {url}")
@@ -86,7 +85,7 @@ def _names(url: str) -> Iterator[tuple[str, Blob]]:
 
 
 def _fetch(name: str, blob: Blob, folder: Path) -> tuple[str, Blob]:
-    """Copy one file, and return its name and what the store says of it."""
+    """Copy one file. Return its name and its description in the store."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with durable_path(path) as part:

@@ -1,6 +1,6 @@
 """Reads and writes gs:// URLs through the JSON API of Google Cloud Storage.
 
-cloud.google.com/storage/docs/json_api/v1. The generation of an object is its tag: every content has its own."""
+The API is cloud.google.com/storage/docs/json_api/v1. An object's tag is its generation, which differs by content."""
 
 import contextlib
 import json
@@ -26,10 +26,10 @@ from eagleray.storage.retry import PATIENCE, Transient
 
 HOST = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-PIECE = 32 * 2**20  # bytes of a request of an upload, a multiple of 256 KiB; larger files are sent in several
+PIECE = 32 * 2**20  # most bytes per request of an upload, a multiple of 256 KiB
 FIELDS = "kind,nextPageToken,prefixes,items(name,size,generation)"
 UNSIGNED = "; no Google credentials were found, so the request was anonymous"
-INCOMPLETE = 308  # the answer to a piece of an upload that is not the last
+INCOMPLETE = 308  # status of the answer to a piece of an upload that is not the last
 
 
 class GsStore(RestStore):
@@ -51,7 +51,7 @@ class GsStore(RestStore):
         self._token.renew()
 
     def _ask(self, method: str, path: str, query: Mapping[str, str] | None = None, **request: Any) -> Any:
-        """Send a request to a path of the API, or to the whole address of an upload."""
+        """Send a request to a path of the API, or to the full address of an upload."""
         host = os.environ.get("STORAGE_EMULATOR_HOST") or HOST
         address = path if "://" in path else (host if "://" in host else f"http://{host}").rstrip("/") + path
         headers = self._token.headers() | request.pop("headers", {})
@@ -70,7 +70,7 @@ class GsStore(RestStore):
             [
                 Blob(f"gs://{bucket}/{o['name']}", whole_number(o["size"], most=LARGEST), f"gs:{o['generation']}")
                 for o in said.get("items", [])
-                if o["name"] != after  # The answer includes the name of startOffset itself.
+                if o["name"] != after  # as the answer includes the name `startOffset`
             ],
             said.get("prefixes", []),
             said.get("nextPageToken", ""),
@@ -85,7 +85,7 @@ class GsStore(RestStore):
             text = " ".join(str(error["message"]).split())[:300]
             reason = str(error["errors"][0]["reason"])
         no_bucket = re.search(r"(?i)bucket\b.*\bdoes not exist", text)
-        proxy = body.lstrip().startswith(b"<")  # the service answers in JSON, and with a line for a missing file
+        proxy = body.lstrip().startswith(b"<")  # the service itself answers in JSON, or with a line for a missing file
         return Refused(status, reason, f"{status} {text}".strip(), status == 404 and not no_bucket and not proxy)
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
@@ -132,7 +132,7 @@ class GsStore(RestStore):
                     self._call("write", url, upload.piece, patience)
 
     def _begin(self, url: str) -> str:
-        """Begin an upload in pieces, and return its address."""
+        """Begin an upload in pieces, and return the URL of its session."""
         bucket, key = bucket_and_key(url)
         query = {"uploadType": "resumable", "name": key}
         response = self._ask("POST", f"/upload/storage/v1/b/{quote(bucket)}/o", query, headers=BINARY, body=b"")
@@ -146,16 +146,16 @@ BINARY = {"Content-Type": "application/octet-stream"}
 
 
 class _Upload:
-    """A file that is sent in pieces, cloud.google.com/storage/docs/performing-resumable-uploads."""
+    """A file that is sent in pieces, by cloud.google.com/storage/docs/performing-resumable-uploads."""
 
     def __init__(self, ask: Callable[..., Any], session: str, file: int, size: int) -> None:
         self.ask, self.session, self.file, self.size = ask, session, file, size
         self.done = False
-        self._at: int | None = 0  # bytes that the store has; None: it has to be asked
+        self._at: int | None = 0  # bytes that the store has; None: unknown, so it has to be asked
         self._sent = 0
 
     def piece(self) -> None:
-        """Send the next piece, from where the store is: the answer to the piece before may have been lost."""
+        """Send the next piece. The store is asked first where it begins if the last answer may have been lost."""
         if self._at is None:
             self._note(self._send({"Content-Range": f"bytes */{self.size}"}, b""), self._sent)
             if self.done:
@@ -171,13 +171,13 @@ class _Upload:
         return self.ask("PUT", self.session, headers=headers, body=data, expected=(200, 201, INCOMPLETE))
 
     def _note(self, response: Any, sent: int) -> None:
-        """Note how many bytes the store has, of which some were `sent`."""
+        """Record how many bytes the store has. At most `sent` bytes were sent."""
         if response.status != INCOMPLETE:
             _json(response, OBJECT)
             self.done = True
             return
         body_of(response)
-        said = response.headers.get("Range")  # none before the first byte
+        said = response.headers.get("Range")  # None before the first byte
         with understood("how far an upload is"):
             at = int(said.rpartition("-")[2]) + 1 if said else 0
         if not 0 <= at <= sent or at == self.size:
@@ -185,17 +185,17 @@ class _Upload:
         self._at = at
 
     def abort(self) -> None:
-        """Let the store forget the pieces."""
+        """Ask the store to discard the pieces."""
         body_of(self.ask("DELETE", self.session, expected=(200, 204, 404, 410, 499)))
 
 
 class Token:
-    """The access token, from google-auth's chain of credentials."""
+    """The access token from google-auth's chain of credentials."""
 
     def __init__(self, pools: Any) -> None:
         self._pools, self._lock = pools, threading.Lock()
-        self._credentials: Any = None  # False: they were looked for, and there are none
-        self._signs = False  # whether there were credentials
+        self._credentials: Any = None  # None: not looked for yet; False: there are none
+        self._signs = False  # whether credentials were found before
 
     @property
     def anonymous(self) -> bool:
@@ -207,11 +207,12 @@ class Token:
         self._credentials = None
 
     def headers(self) -> dict[str, str]:
-        """Return the header with a valid token, or none.
+        """Return the header with a valid token, or no header without credentials.
 
-        Raises Transient when a token could not be had, which may pass, and UserError for what may not."""
+        Raises Transient for a failure to get a token that may pass, UserError without google-auth or for a wrong file
+        of credentials, and Refused for a lasting refusal."""
         if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            return {}  # Google's own libraries do the same
+            return {}  # as Google's own libraries do
         with self._lock:
             if self._credentials is None:
                 self._credentials = self._find() or False
@@ -225,7 +226,7 @@ class Token:
         missing = "gs://: google-auth is not installed: pip install 'eagleray[stores]'"
         with explained(missing, ImportError, why=False):
             import google.auth
-        logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns of a project that nothing here asks for
+        logging.getLogger("google.auth").setLevel(logging.ERROR)  # warns about a missing project, which is not needed
         try:
             found, _ = google.auth.default(scopes=[SCOPE])
         except google.auth.exceptions.DefaultCredentialsError as e:
@@ -256,7 +257,7 @@ def _path(url: str) -> str:
 
 
 def _json(response: Any, kind: str) -> Any:
-    """Return what an answer says. Raises Transient for one of another kind, as a proxy between may send."""
+    """Return the JSON of an answer. Raises Transient when it is not of this kind, as from a proxy."""
     try:
         said = json.loads(body_of(response))
     except (ValueError, RecursionError) as e:

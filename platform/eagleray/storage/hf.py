@@ -1,8 +1,7 @@
 """Reads files of data sets of the Hugging Face Hub: hf://datasets/OWNER/NAME[@REVISION][/PATH or SPLIT].
 
-`huggingface_hub` says which commit a revision is and which files it has, and finds the token and what is in its cache
-on this machine. Bytes are read by ranges as from any web server. The URL of a file names the commit, so that its
-content never changes."""
+`huggingface_hub` finds the commit of a revision, its files, the token and what is in its cache on this machine. Bytes
+are read by ranges as from any web server. URLs of files name the commit, so that their content never changes."""
 
 import fnmatch
 import os
@@ -32,8 +31,8 @@ SPLITS = {
     "evaluation": "test",
 }
 SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-KNOWN = 16  # commits of which a process remembers the files
-TIMEOUT = 20.0  # seconds of one question to the Hub
+KNOWN = 16  # commits whose files a process remembers
+TIMEOUT = 20.0  # seconds per request to the Hub's API
 TOKEN = "set HF_TOKEN to a token that may read it"
 
 
@@ -46,16 +45,16 @@ class Tree:
 
     repo: str  # OWNER/NAME
     commit: str
-    sizes: Mapping[str, int]  # bytes, by path
+    sizes: Mapping[str, int]  # bytes of each file, by path
     configs: list[Any] = field(default_factory=list)  # parts of the data set, as its card describes them
 
     def url(self, path: str) -> str:
-        """Return the URL of a file, which names the commit."""
+        """Return the URL of a file, with the commit in it."""
         return f"hf://datasets/{self.repo}@{self.commit}/{path}"
 
     def splits(self, config: str = "") -> dict[str, list[str]]:
-        """Return the files of each split of a configuration, as the card or their names say; one without a name where
-        nothing is said of splits. Raises UserError where it has to be said which configuration."""
+        """Return the files of each split of a configuration, as the card or their names say. Without any mention of
+        splits, one split has an empty name. Raises UserError where several configurations are possible."""
         data = [path for path in sorted(self.sizes) if is_data(path)]
         known = {str(c.get("config_name", "default")): c for c in self.configs if isinstance(c, dict)}
         known = {name: c for name, c in known.items() if c.get("data_files")}
@@ -74,7 +73,8 @@ class Tree:
         return out
 
     def select(self, path: str) -> list[str]:
-        """Return the files of data that a path, a pattern, a configuration or a split names. Raises UserError."""
+        """Return the data files that a path, pattern, configuration or split names. Raises UserError for none or
+        several splits."""
         url = f"hf://datasets/{self.repo}"
         if path in self.sizes:
             return [path]
@@ -100,7 +100,7 @@ class Tree:
 
 
 def _data_files(given: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the splits and their patterns that a card has: a pattern, several, or a mapping for each split."""
+    """Yield the splits of a card with their patterns. The card has one pattern, a list, or a mapping per split."""
     for item in given if isinstance(given, list) else [given]:
         split, paths = (item.get("split", "train"), item.get("path")) if isinstance(item, dict) else ("train", item)
         yield str(split), [str(p) for p in (paths if isinstance(paths, list) else [paths])]
@@ -111,7 +111,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _split_of(path: str) -> str:
-    """Return the split that a part of a path names, the file's name first; an empty string if none does."""
+    """Return the split that a part of a path names, checking the file's name first; an empty text if none does."""
     for part in reversed(path.split("/")):
         for word in re.split(r"[-._ \d]+", part):
             if word.lower() in SPLITS:
@@ -120,7 +120,7 @@ def _split_of(path: str) -> str:
 
 
 def tree_of(url: str, patience: float = PATIENCE) -> Tree:
-    """Return the files at the commit that a URL names now. Raises UserError and Outage."""
+    """Return the files at the commit that a URL's revision is now. Raises UserError and Outage."""
     repo, revision, _ = split_url(url)
     if tree := _known.get((repo, revision)):
         return tree
@@ -132,13 +132,13 @@ def tree_of(url: str, patience: float = PATIENCE) -> Tree:
 
 
 def expand(url: str, patience: float = PATIENCE) -> list[str]:
-    """Return the URLs of the files that a URL selects, which name the commit. Raises UserError and Outage."""
+    """Return the URLs, with the commit, of the files that a URL selects. Raises UserError and Outage."""
     tree = tree_of(url, patience)
     return [tree.url(path) for path in tree.select(split_url(url)[2])]
 
 
 def _ask(repo: str, revision: str, patience: float) -> Tree:
-    """Ask the Hub for a revision or, where HF_HUB_OFFLINE is set, its cache on this machine."""
+    """Return a revision's files, from the Hub or, if HF_HUB_OFFLINE is set, from its cache on this machine."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -161,9 +161,9 @@ def _ask(repo: str, revision: str, patience: float) -> Tree:
             if status >= 500 or status in (408, 429):
                 raise Transient(one_line(e)) from None
             raise UserError(f"{url}: {one_line(e)}{f'; {TOKEN}' * (status in (401, 403))}") from None
-        except ValueError as e:  # a name that the Hub does not allow
+        except ValueError as e:  # as for a name that the Hub does not allow
             raise UserError(f"{url}: {one_line(e)}") from None
-        except Exception as e:  # several libraries fail here: no network, a proxy, an answer of another form
+        except Exception as e:  # several libraries fail here, without network, by a proxy, or for an unexpected answer
             raise Transient(one_line(e) or type(e).__name__) from None
         sizes = {s.rfilename: s.size for s in info.siblings or () if isinstance(s.size, int)}
         configs = info.card_data.to_dict().get("configs") if info.card_data else None
@@ -175,14 +175,14 @@ def _ask(repo: str, revision: str, patience: float) -> Tree:
 
 
 def _endpoint() -> str:
-    """Return the address of the Hub. The variable may have been set after `huggingface_hub` was imported."""
+    """Return the address of the Hub. HF_ENDPOINT may have been set after `huggingface_hub` was imported."""
     from huggingface_hub import constants
 
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
 
 
 def _cached_tree(repo: str, revision: str) -> Tree:
-    """Return what the Hub's cache on this machine has of a revision. Raises UserError where that is nothing."""
+    """Return the files of a revision in the Hub's cache on this machine. Raises UserError when it has none."""
     from huggingface_hub import metadata_load, snapshot_download
 
     copy = f"revision {revision}" if revision else "copy"
@@ -196,7 +196,7 @@ def _cached_tree(repo: str, revision: str) -> Tree:
 
 
 class HfStore(HttpsStore):
-    """Reads files of the Hub, of which the cache on this machine may have some. URLs name a commit."""
+    """Reads files of the Hub, or of its cache on this machine. URLs name a commit."""
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
         tree = tree_of(url, patience)
@@ -243,7 +243,7 @@ class HfStore(HttpsStore):
 
 
 def cached_file(url: str) -> Path | None:
-    """Return where the Hub's cache on this machine has a file, or None."""
+    """Return the path of a file in the Hub's cache on this machine, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     repo, revision, path = split_url(url)

@@ -1,8 +1,7 @@
-"""Reads the answers of HTTP servers: under a floor on speed, from their first byte on, and straight into a buffer.
+"""Reads answers of HTTP servers into a buffer without copies, and aborts those that are slower than a least speed.
 
-The floor lies under the reader of a connection, where every byte passes, so it holds for heads and errors as well as
-for bodies, whoever asks. A limit on the time between two bytes alone never ends a server that trickles.
-"""
+The speed is checked where bytes come from the socket, so the check covers heads, errors and bodies, whoever reads them.
+A limit on the time between two bytes alone would never end a server that trickles."""
 
 import io
 import time
@@ -15,20 +14,20 @@ from eagleray.storage.blob import new_buffer
 from eagleray.storage.retry import Transient
 
 READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
-GRACE = 20.0  # seconds that an answer may be behind SLOWEST; it may begin as late
-PROCESSING = 300.0  # the same for what a POST begins: S3 sends spaces while it joins the parts of an upload
-SLOWEST = 64 * 2**10  # bytes per second
-PIECE = 2**20  # bytes of a body that are read at a time where its length is not known
-MOST = 2**34  # bytes of a file that is read as a whole
-SMALL = 2**26  # bytes of an answer that is no file, such as an error or a page of a listing, with its head
+GRACE = 20.0  # seconds that an answer may begin late, or be behind SLOWEST
+PROCESSING = 300.0  # seconds of GRACE for a POST: S3 sends spaces while it joins the parts of an upload
+SLOWEST = 64 * 2**10  # least bytes per second
+PIECE = 2**20  # bytes read at a time from a body
+MOST = 2**34  # most bytes of a file that is read as a whole
+SMALL = 2**26  # most bytes, with the head, of an answer that is not a file, such as an error or a page of a listing
 
 
 class Stalled(TimeoutError):
-    """An answer comes too slowly, or does not end."""
+    """The error for an answer that comes too slowly, or does not end."""
 
 
 class _Floor(io.RawIOBase):
-    """Passes on what comes from a socket, while it comes fast enough. Time in which nobody reads does not count."""
+    """Passes on the bytes of a socket while they come fast enough. Time in which nobody reads does not count."""
 
     most = float(SMALL)
 
@@ -56,7 +55,7 @@ class _Floor(io.RawIOBase):
 
 
 class Answer(HTTPResponse):
-    """An answer that is read under the floor."""
+    """An answer whose speed is checked while it is read."""
 
     def __init__(self, sock: Any, debuglevel: int = 0, method: str | None = None, url: str | None = None) -> None:
         super().__init__(sock, debuglevel, method, url)
@@ -65,13 +64,12 @@ class Answer(HTTPResponse):
         self.fp = io.BufferedReader(self._floor)
 
     def expect_file(self) -> None:
-        """Let the body be as long as it is."""
+        """Allow a body of any length."""
         self._floor.most = float("inf")
 
 
 def with_floor(pools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return urllib3's classes of connection pools, by scheme, with connections whose answers are read under the
-    floor."""
+    """Return urllib3's classes of connection pools, by scheme, with connections that check the speed of answers."""
     out = {}
     for scheme, pool in pools.items():
         connection = type("Connection", (pool.ConnectionCls,), {"response_class": Answer})
@@ -80,26 +78,26 @@ def with_floor(pools: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stream(response: Any, length: int) -> memoryview:
-    """Read the body of a response of urllib3, and let the next request reuse its connection.
+    """Read a body of `length` bytes from a response of urllib3, and release its connection for the next request.
 
-    Raises Transient when the body is shorter, or one that is sent in chunks longer, and Stalled."""
+    Raises Transient when the body is shorter, or longer if it is sent in chunks, and Stalled when it is too slow."""
     data, at = new_buffer(length), 0
-    stream = response._fp  # the raw response; its wrappers would copy every byte twice
+    stream = response._fp  # the raw response, as its wrappers would copy every byte twice
     stream.expect_file()
-    with on_error(response.close):  # no other request gets a connection that was not read to its end
+    with on_error(response.close):  # so that no other request gets a connection with unread bytes
         while at < length:
             count = stream.readinto(data[at:])
             if not count:
                 raise Transient(f"expected {length} bytes, got {at}")
             at += count
-        if not stream.isclosed() and stream.read(1):  # also takes the end of a body that is sent in chunks
+        if not stream.isclosed() and stream.read(1):  # also reads the end of a body that is sent in chunks
             raise Transient(f"expected {length} bytes, got more")
     response.release_conn()
     return data
 
 
 def body_of(response: Any) -> bytes:
-    """Return the whole body of a response of urllib3. Raises Transient when it is cut, or its length is not known."""
+    """Return the whole body of a response of urllib3. Raises Transient if it is truncated or of unknown length."""
     stream, said = response._fp, response.headers.get("Content-Length")
     stream.expect_file()
     out = bytearray()
@@ -107,7 +105,7 @@ def body_of(response: Any) -> bytes:
         if said is None and not stream.chunked and stream.length is None:
             raise Transient("an answer without a length, which may have been cut")
         length = None if said is None else whole_number(said, most=MOST)
-        while piece := stream.read(PIECE):  # a server that says a wrong length costs no memory
+        while piece := stream.read(PIECE):  # in pieces, so that a wrong Content-Length costs no memory
             out += piece
             if len(out) > MOST:
                 raise Transient(f"an answer of more than {MOST} bytes")
@@ -118,7 +116,7 @@ def body_of(response: Any) -> bytes:
 
 
 def whole_number(said: object, *, most: int) -> int:
-    """Return the number from 0 to `most` that a field of an answer says. Raises Transient."""
+    """Return a field of an answer as an integer. Raises Transient if it is not a number from 0 to `most`."""
     text = str(said)
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
         raise Transient(f"expected a number of bytes up to {most}, got {text[:40]!r}")

@@ -1,6 +1,6 @@
-"""Reads https:// and http:// URLs from any server that answers a Range with a part of the file (RFC 9110, section 14).
+"""Reads https:// and http:// URLs from any server that answers Range with a part of the file (RFC 9110, section 14).
 
-Such a server has no listing and takes no files."""
+Such a server has no listing and stores no files."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,16 +22,16 @@ MOVED = (301, 302, 303, 307, 308)
 
 
 class ReadOnly(OSError, UserError):
-    """The store can only be read."""
+    """The error for writing to a store that can only be read."""
 
 
 class HttpsStore(RestStore):
-    """Reads files; the names of shards have to be given, by braces or in a list."""
+    """Reads files. The names of shards have to be given, by braces or in a list."""
 
     scheme, lists = "https", False
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
-        """Return the one file that a URL names, found by reading its first byte."""
+        """Return the one file that a URL names. Its size is learned by requesting its first byte."""
         if url.endswith("/") and not start:
             raise UserError(f"{url}: {NO_LISTING}")
 
@@ -41,7 +41,7 @@ class HttpsStore(RestStore):
             except Refused as e:
                 if e.missing:
                     return []
-                if e.status == 416 and e.code == "bytes */0":  # no first byte
+                if e.status == 416 and e.code == "bytes */0":  # an empty file, without a first byte
                     return [Blob(url + start, 0)]
                 raise
             with contextlib.closing(response):
@@ -76,7 +76,7 @@ class HttpsStore(RestStore):
     def _open(self, url: str, tag: str = "", span: str = "") -> Any:
         etag = tag.removeprefix("https:")
         headers = {"Range": span} if span else {}
-        if etag.startswith('"'):  # a weak one, W/"...", never matches
+        if etag.startswith('"'):  # as a weak ETag, W/"...", never matches
             headers["If-Match"] = etag
         response = self._follow(address(url), headers)
         got = tag_of(response.headers)
@@ -84,22 +84,22 @@ class HttpsStore(RestStore):
         if is_page(response.headers) and not url.endswith((".html", ".htm")):
             problem = Transient(f"a page for a browser in place of the file (status {response.status})")
         elif span and response.status == 200 and not tag and not self.allowed.has("read", url):
-            # A server that has sent parts of files, as it did for whoever made the tag, does so again.
+            # A server that has sent a part of a file before, as `tag` or `allowed` shows, will do so again.
             problem = UserError(
                 f"{url}: the server ignores Range (it answered 200); expected 206 and a part of the file"
             )
         elif tag and etag.startswith(('"', "W/")) and "ETag" not in response.headers:
             problem = Transient("an answer without the ETag that the file had before")
         elif tag and got != tag and not (span and response.status == 200):
-            problem = UserError(f"{url}: {CHANGED}")  # many servers do not know If-Match
+            problem = UserError(f"{url}: {CHANGED}")  # compared here, as many servers ignore If-Match
         if problem:
             response.close()
             raise problem
         return response
 
     def _follow(self, address: str, headers: Mapping[str, str]) -> Any:
-        """Ask for a file, also at other addresses that the server names. Raises Transient for one that is no better
-        than a guess: over plain HTTP anybody may name another host."""
+        """Request a file, and follow redirections. Raises Transient for a redirection that cannot be trusted: over
+        plain HTTP anybody may name another host."""
         for _ in range(REDIRECTS + 1):
             response = self._send("GET", address, headers=headers, expected=(200, 206, *MOVED))
             if response.status not in MOVED:
@@ -111,19 +111,19 @@ class HttpsStore(RestStore):
                 secure = new.scheme == "https" and (old.scheme == "https" or new.hostname == old.hostname)
             if not new.hostname or not (secure or (old.scheme, old.netloc) == (new.scheme, new.netloc)):
                 raise Transient(f"redirected to {hide_secrets(target)[:200]}, which cannot be trusted")
-            if (old.scheme, old.netloc) != (new.scheme, new.netloc):  # another server gets no token
+            if (old.scheme, old.netloc) != (new.scheme, new.netloc):  # as another server must not get the token
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             address = target
         raise Transient(f"redirected more than {REDIRECTS} times")
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
-        return ""  # `_open` has compared it
+        return ""  # `_open` has compared the tags
 
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
         from http.client import responses
 
         code = headers.get("Content-Range", "") if status == 416 else ""
-        # A public bucket whose files may be read but not listed answers 403 for a file that is not there.
+        # A public bucket whose files may be read but not listed answers 403 for a missing file.
         missing = status in (403, 404, 410)
         return Refused(status, code, f"{status} {responses.get(status, '')}".strip(), missing)
 
@@ -132,18 +132,18 @@ NO_LISTING = "a web server has no listing; expected the names of files, such as 
 
 
 def tag_of(headers: Mapping[str, str]) -> str:
-    """Return the ETag of a file, in its quotes, or the time of its last change where the server sends none."""
+    """Return a file's ETag, with its quotes, or else the time of its last change; "" if the server sends neither."""
     known = headers.get("ETag") or headers.get("Last-Modified")
     return f"https:{known}" if known else ""
 
 
 def is_page(headers: Mapping[str, str]) -> bool:
-    """Return whether an answer is a page for a browser, such as one that asks for a login."""
+    """Return whether an answer is a page for a browser, such as a login page."""
     return headers.get("Content-Type", "").strip().lower().startswith("text/html")
 
 
 def address(url: str) -> str:
-    """Return the URL with its path percent-encoded. Raises UserError when it has no host, or holds credentials."""
+    """Return the URL with its path percent-encoded. Raises UserError when it has no host, or contains credentials."""
     parts = urlsplit(url)
     if "@" in parts.netloc or has_secrets(url):
         raise UserError(f"{parts.scheme}://{parts.hostname}: credentials do not belong in a URL")

@@ -1,4 +1,4 @@
-"""Lists the folders of stores that answer in pages, of which each is checked: it is of this folder, and goes on."""
+"""Lists folders of stores that answer in pages. Each page is checked to be of this folder and to make progress."""
 
 import logging
 import time
@@ -14,39 +14,39 @@ from eagleray.storage.retry import PATIENCE, Transient
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Blobs = list[Blob]  # inside the class `list` is the method
-IN_FOLDER = 1_000_000  # most files directly in a folder, as many as a pattern may stand for
-IN_TREE = 10_000_000  # most files below a folder
-EMPTY = 1000  # pages in a row without a new file, as a store may send where much was deleted
-SAID = 30.0  # seconds between two lines about a listing that goes on
+Blobs = list[Blob]  # as `list` inside the class is the method
+IN_FOLDER = 1_000_000  # most files directly in a folder, as many as the names of a pattern
+IN_TREE = 10_000_000  # most files in a folder and below it
+EMPTY = 1000  # most pages in a row without a file, which stores may send where many files were deleted
+SAID = 30.0  # seconds between log lines about a long listing
 
 
 @dataclass(frozen=True)
 class Page:
-    """A part of a listing."""
+    """One page of a listing."""
 
     blobs: list[Blob]
-    folders: list[str]  # the keys of folders, with a slash at their ends
-    marker: str  # the next page begins here; empty after the last one
+    folders: list[str]  # keys of folders, which end in a slash
+    marker: str  # start of the next page; empty after the last page
 
 
 class Listing:
-    """The part of a store that lists. `_split`, `_page` and `_call` are the store's own."""
+    """The methods of a store that list. The store itself has `_split`, `_page` and `_call`."""
 
     scheme = ""
-    seeks = False  # whether `_page` takes `after`, the key behind which a listing begins
+    seeks = False  # whether `_page` can begin after the key `after`
 
     def _split(self, url: str) -> tuple[str, str]:
         """Return the bucket and the key of a URL."""
         raise NotImplementedError
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
-        """Ask for a page of the files whose keys begin with `prefix`. With a delimiter, what lies below it is left out,
-        and its folder is listed."""
+        """Request a page of the files whose keys begin with `prefix`. With a delimiter, files below a folder are left
+        out, and the folder is listed instead."""
         raise NotImplementedError
 
     def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds."""
+        """Repeat a request until it succeeds. It needs the right `right` for `url`."""
         raise NotImplementedError
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
@@ -58,12 +58,13 @@ class Listing:
         return [b for b in blobs if key.endswith("/") or not key or b.url == url]
 
     def each(self, url: str) -> Iterator[Blob]:
-        """Yield the files directly in a folder; pages are asked for as they are needed."""
+        """Yield the files directly in a folder. Pages are requested as needed."""
         bucket, key = self._split(url.rstrip("/") + "/")
         yield from (b for page in self._pages(url, bucket, key.lstrip("/"), "/", PATIENCE) for b in page.blobs)
 
     def walk(self, url: str, after: str = "") -> Iterator[Blob]:
-        """Yield the files below a folder; of a store that seeks, in the order of their URLs, those behind `after`."""
+        """Yield the files in a folder and all folders below it. If the store `seeks`, they come in the order of their
+        URLs, and only those after the URL `after`."""
         bucket, key = self._split(url.rstrip("/") + "/")
         behind = self._split(after)[1] if after else ""
         pages = self._pages(url, bucket, key.lstrip("/"), "", PATIENCE, behind)
@@ -72,11 +73,11 @@ class Listing:
     def _pages(
         self, url: str, bucket: str, prefix: str, delimiter: str, patience: float, after: str = ""
     ) -> Iterator[Page]:
-        """Yield the pages of a listing. A failure repeats one page only, as there may be thousands.
+        """Yield the pages of a listing. A failure repeats only one page, as there may be thousands.
 
-        Raises UserError where there are more files than anybody lists, and Outage for a listing without an end."""
+        Raises UserError for more files than IN_FOLDER or IN_TREE, and Outage for a listing that runs in a circle."""
         root, marker = f"{self.scheme}://{bucket}/", ""
-        markers, firsts = set[str](), set[str]()  # the marker and the first key of each page before
+        markers, firsts = set[str](), set[str]()  # markers and first URLs of the pages so far
         count, empty, began = 0, 0, time.monotonic()
         said, most = began, IN_FOLDER if delimiter else IN_TREE
 
@@ -103,6 +104,6 @@ class Listing:
             marker = page.marker
             markers.add(marker)
             firsts |= {b.url for b in page.blobs[:1]}
-            if time.monotonic() > said + SAID and not after:  # else it is one of several
+            if time.monotonic() > said + SAID and not after:  # with `after`, it is one of several listings
                 said = time.monotonic()
                 log.warning("%s: %d files are listed after %.0f s, and there are more", url, count, said - began)

@@ -1,4 +1,4 @@
-"""Asks this machine's disks, of which a file server that restarts fails for a while, and walks through folders."""
+"""Reads local disks, where a restarting file server fails for a while, and walks through local folders."""
 
 import errno
 import functools
@@ -11,13 +11,13 @@ from eagleray.base.errors import UserError
 from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
-Inode = tuple[int, int]  # a file's device and its number there
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server that restarts
+Inode = tuple[int, int]  # device number and inode number of a file
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server while it restarts
 
 
 def ask_disk(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
-    """Repeat a call until a file server does not fail it any more. Raises UserError, Outage, and `absent` where there
-    is no such file."""
+    """Repeat a call while a file server fails. Raises `absent`, if given, when the file does not exist, UserError for
+    other errors of the disk, and Outage after `patience` seconds."""
 
     def attempt() -> T:
         try:
@@ -33,11 +33,11 @@ def ask_disk(url: str, run: Callable[[], T], patience: float, *, absent: Excepti
 
 
 def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
-    """Yield the relative paths of all files in a local folder and below it, in no order; none if there is no folder.
+    """Yield the relative paths of all files in a local folder and below it, in no order. A missing folder has none.
 
-    Links to folders are followed, except to one that the link itself is in. Without `hidden`, names that begin with a
-    dot are left out. Raises UserError when a folder cannot be listed, and Outage."""
-    todo: list[tuple[str, tuple[Inode, ...]]] = [("", ())]  # folders, and those above them
+    Links to folders are followed, except to a folder that the link is in. Without `hidden`, names that begin with a dot
+    are left out. Raises UserError when a folder cannot be listed, and Outage."""
+    todo: list[tuple[str, tuple[Inode, ...]]] = [("", ())]  # folders, each with the inodes of those above it
     while todo:
         below, above = todo.pop()
         inode, found = ask_disk(str(root / below), functools.partial(_scan, root / below), PATIENCE)
@@ -53,7 +53,7 @@ def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
 
 
 def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
-    """Return the inode of a folder, and the names in it, each with whether it is a folder; no names where none is."""
+    """Return the inode of a folder and its names, each with whether it is a folder. A missing folder has no names."""
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
@@ -68,4 +68,4 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     except OSError as e:
         if e.errno in PASSING:
             raise
-        return False  # a link that leads nowhere
+        return False  # as it is a broken link

@@ -1,5 +1,7 @@
-"""Asks the metadata service of a cloud machine why it gave no credentials: botocore does not tell a service that failed
-from one that has none, and reading as nobody would be wrong for the first."""
+"""Asks a cloud machine's metadata service why it gave no credentials.
+
+botocore does not distinguish a service that failed from one without credentials. After a failure, it would be wrong to
+read anonymously."""
 
 import os
 import urllib.error
@@ -8,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 IPV4, IPV6 = "http://169.254.169.254/", "http://[fd00:ec2::254]/"
-SECONDS = 1.0  # botocore's own limit for this service
+SECONDS = 1.0  # seconds, botocore's own limit for this service
 ROLE = "latest/meta-data/iam/security-credentials/"  # docs.aws.amazon.com/AWSEC2/latest/UserGuide, instance metadata
 
 
 def failure(setting: Callable[[str], Any]) -> str:
-    """Return in a line how the service failed; empty where there is no service, or none that has a role.
+    """Return in one line how the service failed, or an empty text if there is no service, or none with a role.
 
     `setting` returns a setting of botocore by its name."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
@@ -25,11 +27,11 @@ def failure(setting: Callable[[str], Any]) -> str:
         if not _overloaded(status):
             headers = {"X-aws-ec2-metadata-token": token} if status == 200 else {}
             status, role = _ask(address + ROLE, "GET", headers)
-            if status == 200 and role.strip():  # it has credentials, and did not give them a moment ago
+            if status == 200 and role.strip():  # it has credentials, but did not give them a moment ago
                 return f"the metadata service at {address} did not give the credentials of its role"
-    except TimeoutError:  # somebody has taken the connection
+    except TimeoutError:  # a server accepted the connection, but does not answer
         return f"the metadata service at {address} does not answer"
-    except OSError:  # nobody is there
+    except OSError:  # there is no server
         return ""
     return f"the metadata service at {address} answered {status}" if _overloaded(status) else ""
 
@@ -39,7 +41,7 @@ def _overloaded(status: int) -> bool:
 
 
 def _ask(url: str, method: str, headers: Mapping[str, str]) -> tuple[int, str]:
-    """Return the status and the text of an answer, without a proxy between."""
+    """Return the status and the text of an answer, without using a proxy."""
     request = urllib.request.Request(url, method=method, headers=dict(headers))
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=SECONDS) as answer:

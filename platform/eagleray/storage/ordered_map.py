@@ -8,11 +8,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-WIDTH = 16  # calls at once: enough to hide the latency of an object store
+WIDTH = 16  # concurrent calls: enough to hide the latency of an object store
 
 
 def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int = WIDTH) -> Iterator[R]:
-    """Yield the function's results in order; at most `width` results wait in memory, unlike in an executor's `map`."""
+    """Yield the results in order. Unlike with an executor's `map`, at most `width` results wait in memory."""
     with ThreadPoolExecutor(width) as pool:
         waiting: deque[Future[R]] = deque()
         try:
@@ -23,5 +23,5 @@ def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int =
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for future in waiting:  # after an error nobody needs them
+            for future in waiting:  # after an error, nobody needs their results
                 future.cancel()

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 from eagleray.storage import store
 
-READ = 2**20  # bytes per request to an object store; one answer holds many tar headers
+READ = 2**20  # bytes per request to an object store, enough for many tar headers
 STEP = 4096  # bytes per read of a local file, and after a long jump
-PATIENCE = 600.0  # seconds; hours of work should survive a store that is down for a minute
-FAR = 4 * READ  # bytes between two headers, above which it is faster to skip what lies between them
+PATIENCE = 600.0  # seconds, so that hours of work survive a store that is down for a minute
+FAR = 4 * READ  # bytes between two reads, above which the bytes between them are not read
 
 
 class Span(NamedTuple):
-    """A file inside a stored file, such as a member of a tar: its name and byte range."""
+    """A file inside a stored file, such as a member of a tar: its name, the outer file's URL, and its byte range."""
 
     name: str
     url: str
@@ -21,15 +21,14 @@ class Span(NamedTuple):
 
 
 def read_span(span: Span) -> memoryview:
-    """Return the bytes of a span. Raises UserError and Outage."""
+    """Return the bytes of a span. Raises UserError and Outage for failures of the store."""
     return memoryview(store.store(span.url).read(span.url, span.offset, span.size, patience=PATIENCE))
 
 
 class RangeFile(io.RawIOBase):
     """Reads a span as a seekable stream.
 
-    Set `sparse` when only headers are read: requests then fetch few bytes, unless that would take more requests.
-    """
+    `sparse` is for reading headers only: requests fetch few bytes, unless that would take more requests."""
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:
         self.span, self.at, self.end = span, 0, 0

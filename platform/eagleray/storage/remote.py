@@ -1,4 +1,4 @@
-"""What all stores have in common that answer over HTTP: how they read and write, and which failures are repeated."""
+"""What all stores over HTTP have in common: how they read and write, and which failures are retried."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,23 +20,24 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """An answer that is an error: its status, the service's code for it, and both with its message in one line."""
+    """An error that a service answers with: its status, the service's code, and one line with these and its message."""
 
     def __init__(self, status: int, code: str, line: str, missing: bool, *names: str, sender: Any = None) -> None:
-        """`names` are what else the error is called, and `sender` is what has sent the request."""
+        """`names` are the names by which the error is classified, by default its code and status. `sender` is the
+        client that has sent the request."""
         super().__init__(line)
         self.status, self.code, self.line, self.sender = status, code, line, sender
-        self.missing = missing  # whether the file is missing, rather than its bucket
+        self.missing = missing  # whether the file, but not its bucket, is missing
         self.names = names or (code, status)
 
 
 class RemoteStore(Listing):
-    """Reads files, lists folders and repeats requests; a store says how its requests look.
+    """Reads files, lists folders and retries requests. Each store forms its own requests.
 
-    `_open`, `_page`, `_put`, `_upload`, `_delete` and `_tag_said` are its own. They raise Refused and Transient."""
+    A store has `_open`, `_page`, `_put`, `_upload`, `_delete` and `_tag_said`, which raise Refused and Transient."""
 
     lists = True
-    unsigned = ""  # the hint that an error ends with if no credentials were found
+    unsigned = ""  # hint at the end of an error if no credentials were found
 
     def __init__(self) -> None:
         self.allowed = Allowed()
@@ -47,32 +48,32 @@ class RemoteStore(Listing):
         return True
 
     def _open(self, url: str, tag: str = "", span: str = "") -> Any:
-        """Ask for a file, or the bytes `span` of it, unless its tag has changed. Returns a response of urllib3 whose
-        body has not been read."""
+        """Request a file, or its bytes `span`, unless its tag has changed. Returns urllib3's response with an unread
+        body."""
         raise NotImplementedError
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
-        """Return the tag of the file that an answer has bytes of; empty where it does not say."""
+        """Return the tag of the file that an answer is about, or an empty text if the answer has none."""
         raise NotImplementedError
 
     def _put(self, url: str, source: Path, patience: float) -> None:
-        """Send a local file."""
+        """Upload a local file."""
         raise NotImplementedError
 
     def _upload(self, url: str, data: bytes, *, new: bool = False) -> None:
-        """Send a file in one request; a `new` one must not exist yet."""
+        """Upload a file in one request. If `new`, the file must not exist yet."""
         raise NotImplementedError
 
     def _exists(self, error: Refused) -> bool:
-        """Return whether a new file was refused because there is one."""
+        """Return whether a new file was refused because it exists already."""
         return error.status == 412
 
     def _delete(self, url: str) -> None:
-        """Ask to delete a file."""
+        """Request the deletion of a file."""
         raise NotImplementedError
 
     def _renew(self, sender: Any) -> None:
-        """Forget the credentials with which a refused request was sent, which the next request reads again."""
+        """Drop the credentials with which a refused request was sent. The next request reads them again."""
 
     def _split(self, url: str) -> tuple[str, str]:
         return bucket_and_key(url)
@@ -83,7 +84,7 @@ class RemoteStore(Listing):
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
         if length == 0:
             return memoryview(b"")
-        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # not that of a local file which was copied there
+        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # without the tag of a local file that was copied there
 
         def run() -> memoryview:
             response = self._open(url, tag, f"bytes={start}-{start + length - 1}")
@@ -107,7 +108,7 @@ class RemoteStore(Listing):
         return self._call("read", url, run, PATIENCE)
 
     def _whole(self, url: str, tag: str = "") -> tuple[bytes, Mapping[str, str]]:
-        """Return a file and the headers of the answer. Raises FileNotFoundError when there is none."""
+        """Return a file and the headers of the answer. Raises FileNotFoundError when the file does not exist."""
         with _missing(FileNotFoundError(url)):
             response = self._open(url, tag)
         data = body_of(response)
@@ -132,7 +133,7 @@ class RemoteStore(Listing):
             except Refused as e:
                 if not self._exists(e):
                     raise
-                # An earlier attempt, whose answer was lost, may have made it.
+                # An earlier attempt, whose answer was lost, may have created it.
                 with contextlib.suppress(FileNotFoundError):
                     return self._whole(url)[0] == data
                 return False
@@ -149,9 +150,9 @@ class RemoteStore(Listing):
         self._call("delete", url, run, PATIENCE)
 
     def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds; `error_classes` says which errors may pass.
+        """Repeat a request until it succeeds. `error_classes` says which errors may pass.
 
-        Raises UserError for what the user has to change, and Outage after `patience` seconds, each with one line."""
+        Raises, each with one line, UserError for what the user has to change, and Outage after `patience` seconds."""
         from http.client import HTTPException
 
         from urllib3.exceptions import HTTPError, LocationValueError, SSLError
@@ -176,7 +177,8 @@ class RemoteStore(Listing):
         return call_with_retries(url, attempt, patience=patience)
 
     def _given_up(self, url: str, abort: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-        """A context that sends the parts of an upload. After an error the store forgets them, as they cost money."""
+        """A context that uploads a file in parts. After an error, the store is told to discard them, as they cost
+        money."""
 
         def undo() -> None:
             with contextlib.suppress(UserError, Outage):
@@ -185,10 +187,10 @@ class RemoteStore(Listing):
         return on_error(undo)
 
     def _lasting(self, right: Right, url: str, error: Refused) -> UserError:
-        """Return what the user is told. Raises Transient for an error that may pass, after forgetting credentials that
-        were refused."""
+        """Return the error for the user. Raises Transient if it may pass, after dropping credentials that were
+        refused."""
         kind = error_classes.kind_of(*error.names)
-        if kind is Kind.RENEW and self.anonymous:  # there is nothing to renew
+        if kind is Kind.RENEW and self.anonymous:  # as there are no credentials to renew
             kind = Kind.DENIED
         if error_classes.passes(kind, allowed_before=self.allowed.has(right, url)):
             if kind is not Kind.WAIT:
@@ -196,13 +198,13 @@ class RemoteStore(Listing):
             raise Transient(error.line) from None
         if error.missing:
             return MissingFile(f"{url}: {error.line}")
-        changed = error.status == 412 and right == "read"  # Swift says it of a listing without credentials, too
+        changed = error.status == 412 and right == "read"  # Swift also says it of a listing without credentials
         return UserError(f"{url}: {CHANGED if changed else error.line + self.unsigned * self.anonymous}")
 
 
 @contextlib.contextmanager
 def _missing(absent: FileNotFoundError) -> Iterator[None]:
-    """A context in which a file that is missing raises this error."""
+    """A context that raises `absent` when a file is missing."""
     try:
         yield
     except Refused as e:
@@ -211,7 +213,7 @@ def _missing(absent: FileNotFoundError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """A context in which what the user has to change raises OSError, as for a file on a disk."""
+    """A context that raises UserErrors as OSErrors, like those of a disk."""
     try:
         yield
     except UserError as e:
@@ -222,7 +224,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
     """Split the URL of an object into bucket and key. Raises UserError when it contains credentials, or no bucket."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
-    if "@" in bucket or ":" in bucket:  # a secret key may have slashes, so the @ may come later
+    if "@" in bucket or ":" in bucket:  # a secret key may have slashes, so that the @ comes after them
         raise UserError(f"{scheme}://: credentials do not belong in a URL, nor addresses; set them in the environment")
     if not bucket:
         raise UserError(f"{url}: expected {scheme}://BUCKET/...")

@@ -1,4 +1,4 @@
-"""What the stores have in common that are spoken to over HTTP without a library of their cloud."""
+"""What the stores have in common that are used over HTTP without a library of their cloud."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -11,17 +11,17 @@ from eagleray.storage.remote import Refused, RemoteStore
 
 CONNECTIONS = 32
 CONNECT_TIMEOUT = 10  # seconds
-LINE = 2**16  # bytes of an error's body that are read
+LINE = 2**16  # most bytes that are read of an error's body
 
 
 class Pools:
-    """Connections to servers."""
+    """Pools of connections to servers."""
 
     def __init__(self) -> None:
         self._lock, self._pools = threading.Lock(), dict[str, Any]()
 
     def to(self, address: str) -> Any:
-        """Return the connections to the server of an address, through the environment's proxy for it if any."""
+        """Return the connection pools for an address, which use the environment's proxy for it, if any."""
         from urllib3 import PoolManager, ProxyManager, make_headers
 
         parts = urlsplit(address)
@@ -40,14 +40,14 @@ class Pools:
 
 
 class RestStore(RemoteStore):
-    """Sends the requests of a store that has no library of its cloud."""
+    """Sends the requests of a store without using a library of its cloud."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pools = Pools()
 
     def _error(self, status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-        """Return the error that an answer says."""
+        """Return the error that an answer describes."""
         raise NotImplementedError
 
     def _send(
@@ -59,7 +59,7 @@ class RestStore(RemoteStore):
         body: bytes | None = None,
         expected: Iterable[int] = (200, 201, 202, 204, 206),
     ) -> Any:
-        """Send a request, and return the response, whose body has not been read. Raises Refused."""
+        """Send a request and return the response with an unread body. Raises Refused for an unexpected status."""
         from urllib3 import Timeout
 
         response = self.pools.to(address).request(

@@ -1,4 +1,4 @@
-"""Repeats requests that fail temporarily: throttling, resets, stalls, a server that restarts."""
+"""Repeats requests that fail temporarily: by throttling, resets, stalls or a restarting server."""
 
 import contextlib
 import itertools
@@ -13,10 +13,10 @@ from eagleray.base.errors import Outage, UserError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PATIENCE = 10.0  # seconds to retry while a person waits
-FIRST, LONGEST = 0.1, 15.0  # seconds between attempts
-QUIET = 5.0  # seconds before the first warning; each of the next four comes after twice as many
-_random = random.SystemRandom()  # has no state, which loader processes would share: they are forked, and seeded equally
+PATIENCE = 10.0  # seconds of retries while a person waits
+FIRST, LONGEST = 0.1, 15.0  # seconds between attempts, at first and at most
+QUIET = 5.0  # seconds before the first warning; each of the next four waits twice as long
+_random = random.SystemRandom()  # needs no seed, which forked loader processes would share
 
 
 _least = ContextVar[float]("least", default=0.0)
@@ -24,8 +24,8 @@ _least = ContextVar[float]("least", default=0.0)
 
 @contextlib.contextmanager
 def at_least(patience: float) -> Iterator[None]:
-    """Repeat requests of this thread, and those that `ordered_map` makes for it, for so many seconds at least while the
-    block runs: where nobody waits for an error, and one would end what has taken hours."""
+    """For a block, repeat the requests of this thread, and those of `ordered_map` in it, for at least `patience`
+    seconds. It is for places where nobody waits for an error, and an error would end hours of work."""
     before = _least.set(patience)
     try:
         yield
@@ -34,15 +34,14 @@ def at_least(patience: float) -> Iterator[None]:
 
 
 class Transient(Exception):
-    """A failure that may be temporary, with its reason in one line."""
+    """A failure that may be temporary. Its message is the reason in one line."""
 
 
 def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) -> T:
     """Call `attempt` until it does not raise Transient, and return its result.
 
     The pauses between calls double and vary at random, so that readers that failed together do not retry together.
-    Raises Outage after `patience` seconds, or after those of `at_least` if these are more.
-    """
+    Raises Outage after `patience` seconds, or after those of `at_least` if these are more."""
     patience = max(patience, _least.get())
     began = warned = time.monotonic()
     warnings = 0
@@ -64,11 +63,10 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
 
 @contextlib.contextmanager
 def answering(patience: float) -> Iterator[None]:
-    """A context in which a store is asked for the first time.
+    """A context for the first request to a store.
 
-    If it does not answer a command that a person waits for, UserError is raised, because the address is probably wrong.
-    In a run, which has read from the store before and so has more `patience`, Outage is raised.
-    """
+    If the store does not answer a command that a person waits for, UserError is raised, as the address is probably
+    wrong. A run, which has more `patience` and has read from the store before, gets Outage."""
     try:
         yield
     except Outage as e:

@@ -1,25 +1,25 @@
-"""Tells by their names which files of a folder are shards, and says what the others are."""
+"""Tells by name which files of a folder are shards, and describes the others."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-KINDS = 5  # kinds of files that are named
+KINDS = 5  # most kinds of files that are named
 PARQUET, INDEX = ".parquet", "index.parquet"
 PACKED = re.compile(r"\.(tar\.[a-z0-9]{1,6}|tgz|taz|tbz2?|txz|tlz|tzst)$")
 
 
 def is_shard(url: str, pattern: str = "") -> bool:
-    """Return whether a file of this name or URL is a shard. Hidden ones are none, as in folders of images: macOS writes
-    `._x.tar` beside `x.tar`. A pattern that begins with a dot asks for them, as in a shell."""
+    """Return whether a file of this name or URL is a shard. Hidden files are not, as in folders of images: macOS writes
+    `._x.tar` beside `x.tar`. As in a shell, a `pattern` that begins with a dot includes them."""
     name = url.rpartition("/")[2]
     return name.lower().endswith(".tar") and (not name.startswith(".") or pattern.startswith("."))
 
 
 def is_parquet(url: str, pattern: str = "") -> bool:
-    """Return whether a file of this name or URL is a Parquet file of data: readers of folders of such files pass over
-    names that begin with a dot or an underscore, too, and `index.parquet` is our own."""
+    """Return whether a file of this name or URL is a Parquet file of data. As for other readers of such folders, names
+    that begin with a dot or an underscore are not. Nor is `index.parquet`, which eagleray writes."""
     name = url.rpartition("/")[2]
     hidden = name.startswith((".", "_")) and not pattern.startswith((".", "_"))
     return name.lower().endswith(PARQUET) and name != INDEX and not hidden
@@ -31,22 +31,22 @@ def is_data(url: str) -> bool:
 
 
 def no_shards(names: Iterable[str], below: Iterable[str] = ()) -> str:
-    """Say that none of the files in a folder is a shard, and what they and those in its subfolders are."""
+    """Return text that says that no file in a folder is a shard, and of which kinds these and deeper files are."""
     direct, deeper = kinds_of_files(names), kinds_of_files(below)
     found = [direct] * bool(direct) + [f"{deeper} in subfolders"] * bool(deeper)
     return "no .tar shards there" + (f", but {', '.join(found)}" if found else ", nor anything else")
 
 
 def unread_files(names: Iterable[str], taken: Iterable[str]) -> str:
-    """Say which tars in a folder are no shards, as they are hidden or compressed; where Parquet files are taken, what
-    is no such file and no index of ours. An empty string without any."""
+    """Return text with the tars of a folder that are not shards, as they are hidden or compressed. If Parquet files are
+    taken, it has all files that are neither such files nor eagleray's index. It is empty if there are none."""
     if any(is_parquet(name, ".") for name in taken):
         return kinds_of_files(n for n in names if not is_parquet(n) and not n.startswith("_") and n != INDEX)
     return kinds_of_files(n for n in names if not is_shard(n) and (is_shard(n, ".") or PACKED.search(n.lower())))
 
 
 def kinds_of_files(names: Iterable[str]) -> str:
-    """Say how many files there are of each kind, the most frequent first; an empty string without any."""
+    """Return text with the number of files of each kind, the most frequent first; empty if there are none."""
     kinds = sorted(Counter(map(_kind, names)).items(), key=lambda item: (-item[1], item[0]))
     more = sum(n for _, n in kinds[KINDS:])
     return ", ".join([f"{n:,} {kind}" for kind, n in kinds[:KINDS]] + [f"{more:,} more"] * bool(more))

@@ -1,4 +1,4 @@
-"""Patterns of URLs: which part is a name, what braces stand for, and which files of a folder are selected."""
+"""Patterns of URLs: which part is literal, what braces stand for, and which files of a folder match."""
 
 import fnmatch
 import math
@@ -11,20 +11,20 @@ from braceexpand import braceexpand
 from eagleray.base.errors import UserError
 from eagleray.storage.shard_names import is_parquet, is_shard
 
-SPECIAL = frozenset("*?[]{}")  # the letters of wildcards and braces
-DEEPEST = 20  # most braces inside of each other
+SPECIAL = frozenset("*?[]{}")  # characters of wildcards and braces
+DEEPEST = 20  # deepest nesting of braces
 NAMES = 1_000_000  # most names that the braces of a pattern may stand for
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The files that a URL selects in one folder: a file name, a glob, or every .tar when the name is empty. Where
-    these are no tars, they are Parquet files."""
+    """The files that a URL selects in one folder: by a file name, by a glob, or every .tar if the name is empty.
+    Parquet files are selected if no tar is."""
 
     url: str  # as the user wrote it
     folder: str
     name: str
-    literal: bool = False  # whether there is a file of this very name
+    literal: bool = False  # whether a file of exactly this name exists
 
     @property
     def is_glob(self) -> bool:
@@ -38,16 +38,16 @@ class Pattern:
         )
 
     def choose(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names of files in its folder that the pattern selects."""
+        """Return the file names that the pattern selects from the names in its folder."""
         there = list(names)
         return [n for n in there if self.matches(n)] or [n for n in there if self.matches(n, of_parquet=True)]
 
 
 def split_literal(url: str, exists: Callable[[str, bool], bool]) -> tuple[str, str]:
-    """Return the longest part of a URL, up to a slash or its end, that exists under its very name, and the rest, which
-    is a pattern. Parts without letters of patterns are taken for names.
+    """Return the longest beginning of a URL, up to a slash or its end, that exists literally, and the rest, which is a
+    pattern. Parts without characters of patterns count as existing.
 
-    `exists` is asked for a name, and whether it is only a part of the URL, where it has such letters."""
+    For other parts, `exists` is called with the URL up to the part's end, and whether more follows."""
     begin = url.find("://") + 3 if "://" in url else 0
     while begin < len(url):
         end = url.find("/", begin)
@@ -65,14 +65,14 @@ def expand_braces(pattern: str) -> Iterator[str]:
         raise UserError(f"{pattern[:200]}: braces for up to {count:.3g} names, expected at most {NAMES:,}")
     try:
         yield from braceexpand(pattern, escape=False)
-    except ValueError:  # unbalanced braces are part of a name
+    except ValueError:  # unbalanced braces are a part of a name
         yield pattern
 
 
 def _most_names(pattern: str) -> float:
-    """Return a number that the strings which a pattern stands for do not exceed, without making them.
+    """Return an upper bound on the number of strings that a pattern stands for, without forming them.
 
-    It is exact unless braces lie inside of braces; those that braceexpand cannot recurse into give infinity."""
+    It is exact unless braces are nested. Deeper nesting than braceexpand's recursion allows gives infinity."""
     count, commas = 1.0, list[int]()
     for part in re.finditer(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]", pattern):
         if part[1]:

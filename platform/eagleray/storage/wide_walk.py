@@ -1,9 +1,8 @@
-"""Lists a folder of a store with many requests at once: its names are divided into spans as the listing goes on.
+"""Lists a folder of a store with many concurrent requests, by dividing its names into spans during the listing.
 
-How names are distributed is not known. So a thread without work halves the rest of the span that has given most, by the
-letters of its ends: if nothing lies behind the middle, one request says so, and the next middle is nearer. Whatever is
-halved where, each name is in one span.
-"""
+The distribution of the names is unknown. So an idle thread halves the rest of the span that has yielded most files,
+between the characters of its ends. If no names lie after the middle, one request shows it, and the next middle is
+nearer. Wherever spans are halved, each name is in exactly one span."""
 
 import itertools
 import queue
@@ -16,31 +15,31 @@ from dataclasses import dataclass
 from eagleray.storage.blob import Blob
 from eagleray.storage.store import store
 
-WIDTH = 16  # listings at once
-BATCH = 1000  # files that are handed over together: a page of S3
-TRIES = 64  # spans that are divided off, beside one for each full batch: this bounds the requests
-LOW, HIGH = 0x20, 0x7E  # the letters that middles are made of
-Names = tuple[str, str]  # a span: behind the first name, up to the second; empty: without an end
+WIDTH = 16  # concurrent listings
+BATCH = 1000  # files per batch: a page of S3
+TRIES = 64  # spans that may be split off, plus one for each full batch; it bounds the number of requests
+LOW, HIGH = 0x20, 0x7E  # codes of the first and last character of middles
+Names = tuple[str, str]  # a span: names after the first one, up to the second one; empty: without a bound
 WHOLE: Names = ("", "")
 
 
 @dataclass(eq=False)
 class _Span:
-    after: str  # names up to this one have been handed over
+    after: str  # names up to this one have been yielded
     stop: str
     seen: str  # names up to this one have been listed
     batches: int = 0
 
 
 class Disordered(Exception):
-    """A store lists in another order than that of names."""
+    """The error for a store that does not list in the order of names."""
 
 
 def wide_walk(url: str, left: Sequence[Names]) -> Iterator[tuple[list[Blob], list[Names]]]:
-    """Yield the files of some spans of a folder in batches, each with the spans that are left when it has been kept.
+    """Yield the files of some spans of a folder in batches, each with the spans that are left after it.
 
-    All of a folder is the span WHOLE, also where a store can only list from the beginning. Raises UserError, Outage,
-    and Disordered for a store that lists in another order than it should."""
+    The span of a whole folder is WHOLE, also where a store can only list from the beginning. Raises UserError, Outage,
+    and Disordered for a store that does not list in the order of names."""
     if store(url).seeks:
         yield from _WideWalk(url, left)
         return
@@ -55,7 +54,7 @@ class _WideWalk:
         self.root = url.rstrip("/") + "/"
         self.store = store(url)
         self.waiting = deque(_Span(after, stop, after) for after, stop in left)
-        self.live = list(self.waiting)  # spans of which not everything has been handed over
+        self.live = list(self.waiting)  # spans of which not all files have been yielded
         self.active: list[_Span] = []
         self.tries = TRIES
         self.results: queue.Queue[tuple[_Span, list[Blob], bool] | BaseException] = queue.Queue(2 * WIDTH)
@@ -93,7 +92,7 @@ class _WideWalk:
             self._put(e)
 
     def _take(self) -> _Span | None:
-        """Wait for a span that can be listed. Returns None when there will be none any more."""
+        """Wait for a span to list, and return it. Returns None when there will be no more."""
         with self.changed:
             while not self.over:
                 if not self.waiting:
@@ -109,7 +108,7 @@ class _WideWalk:
 
     def _halve(self) -> None:
         for span in sorted(self.active, key=lambda s: -s.batches):
-            # What has given no two batches is nearly done, as far as anybody knows.
+            # A span without two full batches is probably almost done.
             if span.batches > 1 and self.tries and (between := middle(span.seen, span.stop)):
                 self.tries -= 1
                 new = _Span(between, span.stop, between)
@@ -133,7 +132,7 @@ class _WideWalk:
         self._hand_over(span, batch, last=True)
 
     def _hand_over(self, span: _Span, batch: list[Blob], *, last: bool) -> bool:
-        """Hand over what of a batch lies in the span, and return whether the span ends there."""
+        """Queue those files of a batch that are in the span, and return whether the span ends there."""
         with self.changed:
             mine = [blob for blob in batch if not span.stop or self._name(blob) <= span.stop]
             last = last or len(mine) < len(batch) or self.over
@@ -155,8 +154,8 @@ class _WideWalk:
 
 
 def middle(low: str, high: str) -> str:
-    """Return a text between two others, near their middle by letters; an empty one where there is none. An empty `high`
-    is behind everything."""
+    """Return a text between two others, near their middle by characters, or an empty text if there is none. An empty
+    `high` is above everything."""
     out, bounded = "", bool(high)
     for at in range(len(low) + 1):
         one = min(max(ord(low[at]), LOW - 1), HIGH) if at < len(low) else LOW - 1

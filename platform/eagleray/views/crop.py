@@ -11,11 +11,11 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file, which imports nothing of eagleray
+if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
     from eagleray.config.view import View
 
-NARROW = 8  # times as long as wide; centre_crop says why
-# What torchvision's antialiased resize calls in the end, but with an output tensor.
+NARROW = 8  # largest ratio of the sides of an image that is resized as a whole; `centre_crop` says why
+# The functions that torchvision's antialiased resize calls. These overloads write into a given tensor.
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
@@ -23,9 +23,9 @@ RESIZE = {
 
 
 def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: Sequence[Tensor]) -> None:
-    """Write the resized crop of each view into `out`, V x (3, S, S), from an image (3, H, W).
+    """Write the resized crop of each of V views of an image (3, H, W) into `out`, V tensors (3, S, S).
 
-    Boxes (V, 4) are top, left, height and width in pixels."""
+    The rows of `boxes` (V, 4) are top, left, height and width in pixels."""
     for (top, left, h, w), view, target in zip(boxes.tolist(), views, out, strict=True):
         part = image[None, :, top : top + h, left : left + w]
         RESIZE[view.interpolation](part, [view.size, view.size], False, None, None, out=target[None])
@@ -34,9 +34,8 @@ def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: 
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
     """Resize the shorter side to `resize` pixels, bicubic, and return the centre crop (3, size, size).
 
-    Of an image that is more than NARROW times as long as wide only the middle is resized: the whole of one with
-    3,000,000 x 1 pixels would take 590 GB.
-    """
+    Of an image whose longer side is more than NARROW times its shorter side, only the middle is resized: all of an
+    image of 3,000,000 x 1 pixels would take 590 GB."""
     height, width = image.shape[1:]
     longest = NARROW * min(height, width) * max(1, math.ceil(size / resize))
     if max(height, width) > longest:

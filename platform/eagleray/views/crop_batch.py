@@ -1,11 +1,9 @@
-"""Crops and resizes images of a whole batch on a device, with the pixels that `crop` makes of each on a CPU.
+"""Crops and resizes images of a whole batch on a device, to the same pixels as `crop` does on a CPU.
 
-A CPU's antialiased resize of uint8 pixels, by PyTorch as by Pillow, computes with integers: one pass along the rows and
-one along the columns, whose weights have 16 bits and which both end in uint8. The same integers are the same pixels on
-any device. Where a weight is rounded to 16 bits, none is so near to the middle that float64 could decide differently.
-
-R rows of pixels, n crops of one size, S x S pixels of N channels, K taps: the pixels that a weight may be given to.
-"""
+On a CPU, PyTorch and Pillow compute the antialiased resize of uint8 pixels with integers: in one pass along the rows
+and one along the columns, each with 16-bit weights and a uint8 result. Integers give the same pixels on any device.
+Rounding of float64 weights to them never depends on the device, as none lies near enough to the middle of two.
+R rows of pixels, n crops of one size, S x S pixels of N channels, K taps (weights for each pixel of a crop)."""
 
 import itertools
 import math
@@ -18,16 +16,16 @@ from torch import Tensor
 
 from eagleray.config.view import View
 
-AT_ONCE = 2**24  # values after the first pass, which takes 8 bytes for each; more only where one crop has more
-REACH = {"bilinear": 1.0, "bicubic": 2.0}  # pixels on either side, of an image that is not reduced
-LIMIT, MOST_BITS = 2**15, 22  # a weight stays below LIMIT, and is shifted by at most MOST_BITS
+AT_ONCE = 2**24  # values after the first pass of a piece, at 8 bytes each; more only where a single crop has more
+REACH = {"bilinear": 1.0, "bicubic": 2.0}  # pixels with weights on either side, where none are reduced
+LIMIT, MOST_BITS = 2**15, 22  # bound of a weight as an integer; most bits by which a weight is shifted left
 
 
 def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) -> Tensor:
     """Return the resized crops (V, B, N, S, S) of V views of one size, from decoded images on the device.
 
-    `pixels` (P, N) are those of all images one after the other. Boxes (V, B, 4) say for each crop its first pixel, by
-    how many one of its rows begins behind the one before, its height and its width. The host waits for nothing."""
+    `pixels` (P, N) are those of all images, one after the other. The columns of `boxes` (V, B, 4) are a crop's first
+    pixel in `pixels`, the distance of two rows in pixels, its height and its width. The host waits for nothing."""
     size, channels = views[0].size, pixels.shape[1]
     out = pixels.new_empty((math.prod(boxes.shape[:2]), channels, size, size))
     for interpolation in {view.interpolation: None for view in views}:
@@ -47,12 +45,12 @@ def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) 
 def _resized(
     pixels: Tensor, boxes: Sequence[Tensor], rows: int, longest: Sequence[int], size: int, interpolation: str
 ) -> Tensor:
-    """Return n crops (n, N, S, S); `boxes` are the four columns (n,) of `crop_batch`, of `rows` pixels of height
-    together, and `longest` the largest height and width."""
+    """Return the crops (n, N, S, S) of `boxes`, the four columns (n,) of those of `crop_batch`, whose heights sum to
+    `rows`. `longest` is the largest height and the largest width."""
     first, stride, height, width = boxes
     ends = height.cumsum(0)
     begins, row = ends - height, torch.arange(rows, device=pixels.device)
-    crop = torch.searchsorted(ends, row, right=True)  # (R,) which of the crops a row is of
+    crop = torch.searchsorted(ends, row, right=True)  # (R,) the crop that each row belongs to
     starts = first[crop] + (row - begins[crop]) * stride[crop]
     at, weights, bits = weigh(width, longest[1], size, interpolation)
     at = (at[crop] + starts.unsqueeze(1)).int()  # (R, S)
@@ -63,8 +61,8 @@ def _resized(
 
 
 def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -> Tensor:
-    """Return the sums (m, S, C) of K rows of the source (P, C), from those `at` (m, S) on, times K weights (m, S),
-    shifted by `bits` (m,) and rounded to uint8. What a weight of 0 is for may be any row."""
+    """Return sums (m, S, C) of K rows of `source` (P, C), from row `at` (m, S) on, times K weights (m, S); shifted
+    right by `bits` (m,) and rounded to uint8. The row that a weight of 0 multiplies may be any."""
     sums = (1 << (bits - 1)).view(-1, 1, 1).expand(*at.shape, source.shape[1]).contiguous()
     for weight in weights:
         sums.addcmul_(source.index_select(0, at.flatten()).view(sums.shape), weight.unsqueeze(2))
@@ -73,8 +71,8 @@ def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -
 
 
 def weigh(length: Tensor, longest: int, size: int, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for lengths (n,) that are resized to S the first pixel (n, S) of each sum, the weights (K, n, S), and by
-    how many bits these are shifted (n,). The longest length decides about K."""
+    """Return how to resize n lines of `length` (n,) pixels to S: the first pixel (n, S) of each sum, the weights (K, n,
+    S), and the bits by which each line's weights are shifted (n,). K follows from the length `longest`."""
     reach, taps = REACH[interpolation], 2 * math.ceil(REACH[interpolation] * max(longest / size, 1)) + 1
     scale = (length.double() / size).unsqueeze(1)
     centre = scale * (torch.arange(size, device=length.device) + 0.5)  # (n, S)
@@ -91,7 +89,7 @@ def weigh(length: Tensor, longest: int, size: int, interpolation: str) -> tuple[
 
 
 def kernel(x: Tensor, interpolation: str) -> Tensor:
-    """Return the weight of a pixel at a distance: a triangle, or the cubic of Keys (1981) with a = -1/2."""
+    """Return the weights at distances in pixels: a triangle, or the cubic kernel of Keys (1981) with a = -1/2."""
     x = x.abs()
     if interpolation == "bilinear":
         return (1 - x).clamp_(min=0)

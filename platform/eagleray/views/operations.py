@@ -1,4 +1,4 @@
-"""Operations on a uint8 crop: those of plug-ins, and timm's RandAugment (Cubuk et al. 2020, arXiv:1909.13719)."""
+"""Operations on a uint8 crop: operations of plug-ins, and timm's RandAugment (Cubuk et al. 2020, arXiv:1909.13719)."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from eagleray.views.colours import MEAN
 def operate(name: str, crop: Tensor, seed: int) -> None:
     """Apply the operation called `name` to a crop, uint8 (3, S, S), in place.
 
-    Raises PluginError when the operation fails or does not return a crop of the same shape and type."""
+    Raises PluginError when the operation is not registered, fails, or returns another shape or type than the crop's."""
     entry = register.entries("view").get(name)
     if entry is None:
         raise PluginError(f"view operation {name!r}: this process has not loaded the plug-in that registers it")
@@ -37,7 +37,7 @@ def operate(name: str, crop: Tensor, seed: int) -> None:
 
 @functools.cache
 def policy(name: str, size: int, interpolation: str) -> RandAugment:
-    """Return timm's policy for crops of `size` pixels; pixels moved in from outside have the mean colour."""
+    """Return timm's policy for crops of `size` pixels. Pixels from outside the crop get ImageNet's mean colour."""
     fill = tuple(round(255 * x) for x in MEAN)
     settings = {"translate_const": int(size * 0.45), "img_mean": fill}
     augmentation = rand_augment_transform(name, settings | {"interpolation": str_to_pil_interp(interpolation)})
@@ -48,16 +48,15 @@ def policy(name: str, size: int, interpolation: str) -> RandAugment:
 
 
 def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Reduce an image to `bits` per channel; 0 bits, which strong policies use and Pillow 13 refuses, give black."""
+    """Reduce an image to `bits` per channel. 0 bits give black: strong policies use 0, but Pillow 13 refuses it."""
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new("RGB", image.size)
 
 
 def augment(crop: Tensor, view: View, seed: int) -> None:
-    """Apply the view's policy to a uint8 crop (3, S, S) in place; the seed decides the operations.
+    """Apply the view's RandAugment policy to a uint8 crop (3, S, S) in place. The seed decides the operations.
 
-    Unlike in timm, a view that is flipped is flipped after the policy. The distribution is the same, because every
-    horizontal operation has a random sign.
-    """
+    Unlike in timm, a flip comes after the policy. As every horizontal operation has a random sign, the distribution is
+    the same."""
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
     with seed_global_generators(seed):

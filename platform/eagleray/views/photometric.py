@@ -1,8 +1,7 @@
-"""Applies the operations of views, from colour jitter to flips, normalisation and erasing to a batch on any device.
+"""Applies the operations of views to a batch on any device: photometric ones, flips, normalisation, erasing and others.
 
-Each image has its own parameters, and each operation touches only some of the images. The CPU, where the parameters are
-drawn, knows which images an operation touches, so the host never waits for the device.
-"""
+Each image has its own parameters, and each operation changes only some of the images. The parameters are drawn on the
+CPU, so the host knows which images an operation changes without waiting for the device."""
 
 import functools
 from collections.abc import Callable
@@ -14,21 +13,21 @@ from eagleray.config.view import APPLIED
 from eagleray.views.colours import colours
 from eagleray.views.sampling import COLUMNS
 
-TAPS = 13  # the blur's taps reach 3 standard deviations of the widest
+TAPS = 13  # most pixels of the blur's kernel, 3 standard deviations of the widest blur to each side
 LUMA = (0.2989, 0.587, 0.114)
 FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first", "brightness", "sigma", "erase_top"))
 RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
     COLUMNS.index(c) for c in ("recrop_top", "noise_std", "noise_seed", "quarters", "cut_top", "turn0")
 )
-# The column that is above 0 where an operation is applied: one of the same name, or of these.
+# The column of an operation that is above 0 where it is applied, if its name is not that of the operation.
 NAMES = {"recrop": "recrop_height", "blur": "sigma", "noise": "noise_std", "rotate": "quarters", "cutout": "cut_side"}
 SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
 
 def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
-    """Turn uint8 crops (B, 3, S, S) on the device into normalised views; the parameters (B, P) stay on the CPU.
+    """Turn uint8 crops (B, 3, S, S) on the device into normalised views. The parameters (B, P) stay on the CPU.
 
-    With `compiled`, colour jitter reads and writes the batch a few times, instead of some eighty times in parts."""
+    With `compiled`, colour jitter accesses the batch a few times, instead of parts of it some eighty times."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
     turns = params[:, TURN : TURN + len(APPLIED)]
@@ -46,8 +45,8 @@ def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
 
 
 def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tensor) -> None:
-    """Apply one operation to the images (B, 3, S, S) that `on` (B,) selects, in place; parameters (B, P) on the CPU
-    and on the device."""
+    """Apply one operation in place to those images (B, 3, S, S) that the mask `on` (B,) selects. The parameters (B, P)
+    are given on the CPU and on the device."""
     if name == "jitter":
         for turn in range(4):
             for op, function in enumerate(jitters(x)):
@@ -65,17 +64,17 @@ def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tens
 
 
 def grain(x: Tensor, row: Tensor) -> Tensor:
-    """Draw normal noise like an image (3, S, S); its seed is in the image's parameters (38,), which are on the CPU."""
+    """Draw normal noise for an image (3, S, S), with the seed in the image's parameters (38,), which are on the CPU."""
     return torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(int(row[NOISE_SEED])))
 
 
 def finish(images: Tensor, params: Tensor) -> Tensor:
-    """Turn uint8 crops (B, 3, S, S) whose colours are as they shall be into views; parameters as for `apply`."""
+    """Normalise uint8 crops (B, 3, S, S) that lack no other operation, and erase boxes. `params` is that of `apply`."""
     return erase_(normalise(images, images.device), params[:, TOP:])
 
 
 def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the images that the mask `on` (B,), on the CPU, selects by `function` of the images and their rows."""
+    """Replace images by `function(images, rows)`: those in the `rows` that the mask `on` (B,) on the CPU selects."""
     rows = on.nonzero().squeeze(1)
     if len(rows):
         rows = rows.to(x.device, non_blocking=True)
@@ -83,22 +82,22 @@ def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tens
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale images (B, 3, S, S) by a factor (B,) each."""
+    """Scale each image (B, 3, S, S) by its factor (B,)."""
     return (x * per_image(factor)).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend each image with the mean of its `gray`; factor 1 (B,) changes nothing."""
+    """Blend each image with the mean of its luminance. A factor (B,) of 1 changes nothing."""
     return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, per_image(factor)).clamp_(0, 1)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend each image with its luminance; factor 1 (B,) changes nothing."""
+    """Blend each image with its luminance. A factor (B,) of 1 changes nothing."""
     return torch.lerp(gray(x), x, per_image(factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Rotate the hue of each image by `shift` (B,), a fraction of the full circle, through HSV."""
+    """Rotate the hue of each image in HSV by `shift` (B,), a fraction of the full circle."""
     r, g, b = x.unbind(1)
     value, top = x.max(1)
     chroma = value - x.min(1).values
@@ -110,7 +109,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def gray(x: Tensor) -> Tensor:
-    """Return the luminance (B, 1, S, S) of images (B, 3, S, S), or the mean of any other number of channels."""
+    """Return the luminance (B, 1, S, S) of RGB images (B, 3, S, S), or the mean of the channels of any other images."""
     if x.shape[1] != len(LUMA):
         return x.mean(1, keepdim=True)
     r, g, b = x.split(1, 1)
@@ -118,15 +117,15 @@ def gray(x: Tensor) -> Tensor:
 
 
 def blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images with a Gaussian of `sigma` (B,) pixels each, with reflected borders.
+    """Blur each image with a Gaussian of its `sigma` (B,) pixels. The borders are reflected.
 
-    Two multiplications with a banded matrix per image use the fast matrix units, which a convolution with a kernel per
-    image would not."""
+    Two products with a banded matrix per image use a GPU's fast matrix units. Convolutions would not, as each image has
+    its own kernel."""
     size = x.shape[-1]
     reach = min(TAPS // 2, size - 1)
     at = torch.arange(-reach, reach + 1, device=x.device)
     taps = torch.softmax(-0.5 * (at / sigma.unsqueeze(1)) ** 2, 1)  # (B, K)
-    source = (torch.arange(size, device=x.device).unsqueeze(1) + at).abs()  # (S, K), reflected at the first pixel
+    source = (torch.arange(size, device=x.device).unsqueeze(1) + at).abs()  # (S, K) reflected at the first pixel
     source = torch.where(source < size, source, 2 * (size - 1) - source)
     pixels = torch.arange(size, device=x.device)
     band = (source.T.unsqueeze(2) == pixels).to(x.dtype).flatten(1)  # (K, S * S)
@@ -135,14 +134,14 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def solarize(x: Tensor) -> Tensor:
-    """Invert the pixels of 128 and more, of 255, in images in [0, 1]."""
+    """Invert the values of at least 128 / 255 in images in [0, 1]."""
     return torch.where(x >= 128 / 255, 1 - x, x)
 
 
 def sobel(x: Tensor) -> Tensor:
-    """Return the size of the luminance's gradient (B, 1, S, S) by Sobel's 3x3 filters, with reflected borders.
+    """Return the magnitude of the luminance's gradient (B, 1, S, S), by Sobel's 3x3 filters with reflected borders.
 
-    A vertical or horizontal edge from black to white has 1, and nothing more."""
+    It is 1 at a vertical or horizontal edge from black to white, and never more."""
     size = x.shape[-1]
     at = torch.arange(-1, size + 1, device=x.device).abs()
     at = torch.where(at < size, at, 2 * (size - 1) - at).clamp_(min=0)
@@ -154,9 +153,9 @@ def sobel(x: Tensor) -> Tensor:
 
 
 def recrop(x: Tensor, boxes: Tensor) -> Tensor:
-    """Crop the boxes (B, 4), top, left, height and width in pixels, and resize them to the images' size, bilinearly.
+    """Crop the boxes (B, 4) (top, left, height, width in pixels), and resize them to the images' size, bilinearly.
 
-    As in `blur`, one matrix for the rows and one for the columns of each image do this."""
+    As in `blur`, each image is multiplied by one matrix for its rows and one for its columns."""
     pixels = torch.arange(x.shape[-1], device=x.device)
 
     def weights(first: Tensor, length: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ def recrop(x: Tensor, boxes: Tensor) -> Tensor:
 
 
 def cutout(x: Tensor, squares: Tensor) -> Tensor:
-    """Fill the squares (B, 3), top, left and side in pixels, with the mean colour, which is 0 once normalised."""
+    """Fill the squares (B, 3), top, left and side in pixels, with the mean colour, which normalisation turns into 0."""
     top, left, side = (column.view(-1, 1) for column in squares.unbind(1))
     pixels = torch.arange(x.shape[-1], device=x.device)
     rows, columns = ((pixels >= first) & (pixels < first + side) for first in (top, left))  # (B, S)
@@ -181,16 +180,16 @@ JITTERS = (brightness, contrast, saturation, hue)
 
 
 def jitters(x: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """Return the operations of colour jitter on images (B, N, S, S): the last two are only for red, green and blue."""
+    """Return the operations of colour jitter for images (B, N, S, S). The last two are only for red, green and blue."""
     return JITTERS if x.shape[1] == len(LUMA) else JITTERS[:2]
 
 
 def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
-    """Apply to each image (B, 3, S, S) in four turns the operations that `order` (B, 4) names by their numbers, -1 for
-    none, with its strengths (B, 4) by operation.
+    """Apply four operations to each image (B, 3, S, S): the numbers in `order` (B, 4), one after the other; -1 is none.
+    `strengths` (B, 4) has a column for each operation.
 
-    All is computed for all images, and selected. Compiled, a turn is one kernel and the mean that contrast needs.
-    """
+    Every operation is computed for all images, and the right result selected. Compiled, each of the four turns is one
+    kernel and the mean that contrast needs."""
     for turn in range(4):
         op, changed = per_image(order[:, turn]), x
         for number, function in enumerate(jitters(x)):
@@ -201,11 +200,11 @@ def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_jitter() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `jitter` compiled. It is made when asked for, as the compiler takes two seconds to import."""
+    """Return the compiled `jitter`. The compiler, imported only here, takes two seconds to import."""
     return torch.compile(jitter)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes images and their parameters (B, P)
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, P)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
     "blur": lambda x, p: blur(x, p[:, SIGMA]),
@@ -217,28 +216,27 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes image
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Normalise images (..., N, S, S) in [0, 1] in place: to zero mean and unit deviation over ImageNet, or over the
-    data whose channels they have."""
+    """Normalise images (..., N, S, S) in [0, 1] in place, by the mean and standard deviation of `colours`: those of
+    ImageNet, or of the data if there are other channels."""
     mean, std = colours(x.shape[-3])
     return x.sub_(per_channel(mean, x.device)).div_(per_channel(std, x.device))
 
 
 def normalise(images: Tensor, device: torch.device) -> Tensor:
-    """Copy uint8 images (B, N, S, S) to the device and normalise them for a backbone."""
+    """Copy uint8 images (B, N, S, S) to the device and normalise them for the backbone."""
     if device.type != "cpu":
         return normalise_(images.to(device, non_blocking=True).float().div_(255))
     x = torch.empty(images.shape)
-    for row, pixels in zip(x, images, strict=True):  # one at a time, which stays in the cache between operations
+    for row, pixels in zip(x, images, strict=True):  # so that each stays in the cache between operations
         normalise_(row.copy_(pixels).div_(255))
     return x
 
 
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
-    """Fill the boxes (B, 5) of `sampling.erase_boxes` with normal noise, in images (B, 3, S, S), in place.
+    """Fill the boxes (B, 5) that `sampling.erase_boxes` returns with normal noise, in images (B, 3, S, S), in place.
 
     The boxes are on the CPU. Each box has its own seed, so its noise does not depend on the rest of the batch. The
-    noise is the same on all devices of one kind.
-    """
+    noise is the same on all devices of one kind."""
     for row in boxes[:, 2].nonzero().squeeze(1).tolist():
         top, left, h, w, seed = (int(value) for value in boxes[row].tolist())
         noise = torch.Generator(x.device).manual_seed(seed)
@@ -248,7 +246,7 @@ def erase_(x: Tensor, boxes: Tensor) -> Tensor:
 
 @functools.cache
 def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return a constant (N, 1, 1) on the device, cached, because copying it in every step would make the host wait."""
+    """Return a constant (N, 1, 1) on the device. It is cached, as copying it in every step would make the host wait."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 

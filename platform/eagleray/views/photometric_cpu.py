@@ -1,8 +1,7 @@
-"""Applies the photometric operations to one uint8 crop after the other on the CPU, with OpenCV.
+"""Applies the photometric operations to uint8 crops on the CPU, one crop after the other, with OpenCV.
 
-A crop stays in the processor's cache from its first operation to its last. All of them compute in float32, and one
-rounding to uint8 ends them, so a pixel differs from `photometric.apply` by half a level of 255.
-"""
+A crop stays in the CPU's cache from its first operation to its last. All operations compute in float32, and the result
+is rounded to uint8 once, so a pixel differs from that of `photometric.apply` by at most half a level of 255."""
 
 import math
 
@@ -30,32 +29,32 @@ from eagleray.views.photometric import (
     sobel,
 )
 
-cv2.setNumThreads(0)  # loader processes share the cores already
+cv2.setNumThreads(0)  # the loader's processes already share the cores
 
 Floats = NDArray[np.float32]
 IDENTITY = np.eye(3, dtype=np.float32)
-LUMINANCE = np.tile(np.array(LUMA, np.float32), (3, 1))  # (3, 3): every channel becomes the luminance
-REACH = 5  # standard deviations after which a tap of the blur, below 4e-6, is left out
+LUMINANCE = np.tile(np.array(LUMA, np.float32), (3, 1))  # (3, 3) matrix that turns every channel into the luminance
+REACH = 5  # standard deviations beyond which the blur's taps, being below 4e-6, are left out
 
 
 def apply_(crops: Tensor, params: Tensor) -> None:
-    """Apply all operations but erasing to uint8 crops (B, 3, S, S) in place; their parameters are (B, P)."""
+    """Apply all operations except erasing to uint8 crops (B, 3, S, S) in place. Their parameters are (B, P)."""
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
         order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
         names = [name for name in order if row[SWITCHES[name]]]
-        mirrored = bool(names) and names[-1] == "flip"  # mirroring is far faster in uint8
+        mirrored = bool(names) and names[-1] == "flip"  # mirrored last and apart, because that is far faster in uint8
         if names := names[: len(names) - mirrored]:
             x = cv2.merge(list(planes)).reshape(*planes.shape[1:], -1).astype(np.float32)  # (S, S, 3) in [0, 255]
             for name in names:
                 x = change(x, name, row)
-            cv2.split(cv2.convertScaleAbs(x), list(planes))  # rounds
+            cv2.split(cv2.convertScaleAbs(x), list(planes))  # rounds to uint8
         if mirrored:
             for plane in planes:
                 cv2.flip(plane, 1, dst=plane)
 
 
 def change(x: Floats, name: str, row: Floats) -> Floats:
-    """Apply one operation to an image (S, S, 3), perhaps in place, as its parameters (38,) say."""
+    """Return an image (S, S, 3), perhaps changed in place, after one operation with its parameters (38,)."""
     match name:
         case "jitter":
             for op in row[FIRST : FIRST + 4].astype(int):
@@ -94,7 +93,7 @@ def brightness_(x: Floats, factor: float) -> None:
 
 
 def contrast_(x: Floats, factor: float) -> None:
-    """Blend an image with its mean luminance, or with the mean of any other number of channels; factor 1 changes
+    """Blend an image with the mean of its luminance, or of all channels if it is not RGB. A factor of 1 changes
     nothing."""
     mean = float(np.dot(cv2.mean(x)[:3], LUMA)) if x.shape[2] == len(LUMA) else float(x.mean())
     np.multiply(x, np.float32(factor), out=x)
@@ -103,25 +102,25 @@ def contrast_(x: Floats, factor: float) -> None:
 
 
 def saturation_(x: Floats, factor: float) -> None:
-    """Blend an image with its luminance; factor 1 changes nothing."""
+    """Blend an image with its luminance. A factor of 1 changes nothing."""
     cv2.transform(x, factor * IDENTITY + (1 - factor) * LUMINANCE, dst=x)
     np.clip(x, 0, 255, out=x)
 
 
 def hue_(x: Floats, shift: float) -> None:
-    """Rotate the hue of an image by `shift`, a fraction of the full circle, through HSV."""
+    """Rotate the hue of an image in HSV by `shift`, a fraction of the full circle."""
     cv2.cvtColor(x, cv2.COLOR_RGB2HSV, dst=x)
-    x[..., 0] += 360 * (shift % 1)  # the hue is now between 0 and 720 degrees
+    x[..., 0] += 360 * (shift % 1)  # 0 to 720 degrees
     cv2.cvtColor(x, cv2.COLOR_HSV2RGB, dst=x)
 
 
 def blur_(x: Floats, sigma: float) -> None:
-    """Blur an image with a Gaussian of `sigma` pixels, with reflected borders."""
+    """Blur an image with a Gaussian of `sigma` pixels. The borders are reflected."""
     reach = min(TAPS // 2, len(x) - 1, math.ceil(REACH * sigma))
     taps = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
     taps = (taps / taps.sum()).astype(np.float32)
     cv2.sepFilter2D(x, -1, taps, taps, dst=x, borderType=cv2.BORDER_REFLECT_101)
 
 
-JITTERS = (brightness_, contrast_, saturation_, hue_)  # the order of COLUMNS
-EVERY = 2  # the first two work with any number of channels
+JITTERS = (brightness_, contrast_, saturation_, hue_)  # in the order of their columns in COLUMNS
+EVERY = 2  # number of the first operations that work with any number of channels

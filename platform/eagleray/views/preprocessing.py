@@ -1,4 +1,4 @@
-"""Settings of how an evaluation prepares images, which other libraries understand too."""
+"""The settings by which an evaluation prepares images, also in the form that timm uses."""
 
 from dataclasses import asdict
 from typing import Any, Literal
@@ -17,30 +17,30 @@ from eagleray.views.photometric import normalise
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preprocessing:
-    """The resize of an image's short side, the centre crop and the normalisation of its colours."""
+    """The settings of the resize of an image's shorter side, of the centre crop and of the normalisation."""
 
-    size: PositiveInt  # pixels of the crop
-    resize: PositiveInt  # pixels of the short side before the crop
-    mean: tuple[float, ...] = MEAN  # one for each colour, for pixels in [0, 1]
+    size: PositiveInt  # pixels of a side of the crop
+    resize: PositiveInt  # pixels of the shorter side before the crop
+    mean: tuple[float, ...] = MEAN  # of each channel, for pixels in [0, 1]
     std: tuple[PositiveFloat, ...] = STD
-    interpolation: Literal["bicubic"] = "bicubic"  # `centre_crop` uses it
-    channels: Channels = ()  # the channels of a decoded image; empty: red, green and blue
+    interpolation: Literal["bicubic"] = "bicubic"  # `centre_crop` knows no other
+    channels: Channels = ()  # channels of decoded images; empty: red, green and blue
 
     @classmethod
     def of(cls, size: int, resize: int, channels: Channels = ()) -> "Preprocessing":
-        """Return the settings for images of these channels."""
+        """Return the settings for images with these channels, and the mean and std that they are normalised with."""
         mean, std = colours(planes(channels))
         return cls(size=size, resize=resize, mean=mean, std=std, channels=channels)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Return what the backbone is given, float (N, S, S), of a decoded image, uint8 (N, H, W)."""
+        """Return the backbone's input, float (N, S, S), for a decoded image, uint8 (N, H, W)."""
         crop = centre_crop(image, resize=self.resize, size=self.size)
         return normalise(crop.unsqueeze(0), torch.device("cpu"))[0]
 
     def timm(self) -> dict[str, Any]:
-        """Return the same as keys of timm's `pretrained_cfg`."""
+        """Return the settings as keys of timm's `pretrained_cfg`."""
         share = self.size / self.resize
-        if int(self.size / share) != self.resize:  # timm divides, and rounds down
+        if int(self.size / share) != self.resize:  # timm computes int(size / share)
             share = self.size / (self.resize + 0.5)
         crop = {"crop_pct": share, "crop_mode": "center", "interpolation": self.interpolation}
         return {
@@ -51,6 +51,6 @@ class Preprocessing:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as values that JSON holds."""
+        """Return the settings as values that JSON can hold."""
         plain = asdict(self)
         return plain if self.channels else {k: v for k, v in plain.items() if k != "channels"}

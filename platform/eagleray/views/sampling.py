@@ -1,8 +1,7 @@
-"""Draws the random parameters of views from the seed, the epoch and the sample alone, in torchvision's distributions.
+"""Draws the random parameters of views from the seed, the epoch and the sample alone, distributed as in torchvision.
 
-One counter-based generator per sample gives each view a row of uniform numbers, so a sample looks the same wherever and
-whenever it is read.
-"""
+Each sample has one counter-based generator, which draws a row of uniform numbers for each view. So a sample looks the
+same wherever and whenever it is read."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,22 +14,22 @@ from eagleray.config.view import APPLIED, View
 
 TRIES = 10  # draws of an area and an aspect ratio before the centre crop is taken
 ORDERS = np.array(list(itertools.permutations(range(4))), np.float32)
-# Uniforms per view: areas, aspect ratios, then one each of:
+# Columns of the uniform numbers (V, WIDTH) of the views, after TRIES areas and TRIES aspect ratios.
 PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GRAY, BLUR, SIGMA, SOLARIZE = range(
     2 * TRIES, 2 * TRIES + 13
 )
 WIDTH = 2 * TRIES + 13
-# Uniforms per view that uses RandAugment or erasing, from a second generator, so that the numbers above do not change:
-# areas, aspect ratios, then one each of:
+# Columns of the uniform numbers of a view with RandAugment or erasing, after TRIES areas and TRIES aspect ratios. They
+# come from a second generator, so that the numbers above stay the same with and without these operations.
 ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
 EXTRA_WIDTH = 2 * TRIES + 5
-# Uniforms per view with a key of NEW, from a third generator: areas, aspect ratios, PLACE_Y, PLACE_X, then one each of:
+# Columns of the uniform numbers for NEW, from a third generator, after areas, aspect ratios, PLACE_Y and PLACE_X.
 RECROP, SOBEL, ADD, STD, GRAIN, ROTATE, TURN, CUT, CUT_AREA, CUT_Y, CUT_X = range(2 * TRIES + 2, 2 * TRIES + 13)
 NEW_WIDTH = 2 * TRIES + 13
 NEW = ("recrop", "sobel", "noise", "rotate", "cutout")
-ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # share of the area, height over width: timm's
+ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # timm's, the first a share of the area
 
-# The P columns of the photometric parameters (V, P): what `photometric.apply` reads.
+# The P columns of the photometric parameters (V, P) that `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
     "flip",
     "jitter",
@@ -55,29 +54,29 @@ COLUMNS += (
     "quarters",
 )
 COLUMNS += ("cut_top", "cut_left", "cut_side")
-COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # the operation of APPLIED that comes first, second, ...
+COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # number in APPLIED of the i-th operation
 COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 
 @dataclass(frozen=True)
 class Views:
-    """The settings of all V views of a recipe as arrays; a view with count n appears n times."""
+    """The settings of all V views of a recipe as arrays. A view with count n appears n times."""
 
-    views: tuple[View, ...]  # V, each with count 1 in effect
-    scale: NDArray[np.float64]  # (V, 2)
-    log_ratio: NDArray[np.float64]  # (V, 2)
-    strength: NDArray[np.float64]  # (V, 4)
-    sigma: NDArray[np.float64]  # (V, 2)
-    probabilities: NDArray[np.float64]  # (V, 5) flip, jitter, gray, blur, solarize
-    size: NDArray[np.int64]  # (V,)
-    erasing: NDArray[np.float64]  # (V,)
+    views: tuple[View, ...]  # V views, each treated as if its count were 1
+    scale: NDArray[np.float64]  # (V, 2) range of a crop's share of the area
+    log_ratio: NDArray[np.float64]  # (V, 2) range of the logarithm of width over height
+    strength: NDArray[np.float64]  # (V, 4) of brightness, contrast, saturation and hue
+    sigma: NDArray[np.float64]  # (V, 2) range of the blur's sigma in pixels
+    probabilities: NDArray[np.float64]  # (V, 5) of flip, jitter, gray, blur, solarize
+    size: NDArray[np.int64]  # (V,) pixels of a side
+    erasing: NDArray[np.float64]  # (V,) probability of erasing
     added: NDArray[np.float64]  # (V, 5) probabilities of NEW
-    noise_std: NDArray[np.float64]  # (V, 2)
-    cutout_area: NDArray[np.float64]  # (V, 2)
-    turns: NDArray[np.int64]  # (V, A) all of APPLIED by number, in the view's order
-    crop_row: NDArray[np.int64]  # (V,) the view whose crop a view has
-    needs_extra: bool  # whether some view needs more than `uniforms`
-    operations: int  # O, the largest number of plug-in operations of a view
+    noise_std: NDArray[np.float64]  # (V, 2) range of the noise's standard deviation
+    cutout_area: NDArray[np.float64]  # (V, 2) range of the cut-out share of the area
+    turns: NDArray[np.int64]  # (V, A) numbers of all A operations of APPLIED, in the view's order
+    crop_row: NDArray[np.int64]  # (V,) row of the view whose crop each view shows
+    needs_extra: bool  # whether some view needs `extra_uniforms`
+    operations: int  # O: most plug-in operations of any view
 
     @classmethod
     def of(cls, views: Sequence[View]) -> "Views":
@@ -102,18 +101,18 @@ class Views:
 
 
 def chance(view: View, name: str) -> float:
-    """Return the probability of an operation of APPLIED, which is 0 where the view's `apply` leaves it out."""
+    """Return the probability of an operation of APPLIED. It is 0 where the view's `apply` leaves the operation out."""
     return float(getattr(view, name)) if view.apply is None or name in view.apply else 0.0
 
 
 def order_of(view: View) -> list[int]:
-    """Return the numbers of all operations of APPLIED, those of the view's `apply` first, in its order."""
+    """Return the numbers of all operations of APPLIED: first those in the view's `apply`, in its order."""
     first = [APPLIED.index(name) for name in view.apply or ()]
     return first + [number for number in range(len(APPLIED)) if number not in first]
 
 
 def generator(stream: int, *, seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """Return one of the independent generators of a sample, which differ in their number `stream`."""
+    """Return one of the independent generators of a sample, the one with the number `stream`."""
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
 
@@ -124,8 +123,8 @@ def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.fl
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH), and for NEW where a view has one of it,
-    then (V, EXTRA_WIDTH + NEW_WIDTH); (V, 0) where no view needs any."""
+    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH), and, if any view has an operation of
+    NEW, for these too, (V, EXTRA_WIDTH + NEW_WIDTH). If no view needs any, the shape is (V, 0)."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
     u = generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
@@ -136,7 +135,7 @@ def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[n
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
-    """Draw a seed below 2**63 for every plug-in operation of every view, (V, O), O as in Views."""
+    """Draw a seed below 2**63 for each plug-in operation of each view, (V, O). O is that of Views."""
     drawn = generator(2, seed=seed, epoch=epoch, sample=sample)
     return drawn.integers(2**63, size=(len(v.views), v.operations), dtype=np.int64)
 
@@ -149,7 +148,7 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
 def random_boxes(
     scale: NDArray[np.float64], log_ratio: NDArray[np.float64], u: NDArray[np.float64], height: int, width: int
 ) -> NDArray[np.int64]:
-    """Return the boxes (n, 4) of `crops` for ranges (n, 2), or (1, 2) for all, and uniform numbers `u` (n, ...)."""
+    """Return boxes (n, 4) as `crops` does, by uniform numbers `u` (n, ...) and ranges (n, 2), or (1, 2) for all."""
     area = height * width * stretch(scale, u[:, :TRIES])
     ratio = np.exp(stretch(log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
@@ -166,7 +165,7 @@ def random_boxes(
 
 
 def shares(boxes: NDArray[np.int64], height: int, width: int) -> NDArray[np.float32]:
-    """Return left, top, right and bottom (V, 4), as shares of an image's width and height, of boxes of `crops`."""
+    """Return left, top, right and bottom (V, 4) of boxes of `crops` as shares of the image's width and height."""
     first, size = boxes[:, [1, 0]], boxes[:, [3, 2]]
     return (np.concatenate([first, first + size], 1) / (width, height, width, height)).astype(np.float32)
 
@@ -185,9 +184,8 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Return the parameters (..., V, P) of the photometric operations, with the columns of COLUMNS.
 
-    The parameters follow from the uniform numbers `u` (..., V, WIDTH) and `extra`, from
-    `extra_uniforms`. A sigma of 0 means no blur, an erase height of 0 no erasing.
-    """
+    The parameters follow from the numbers `u` (..., V, WIDTH) of `uniforms` and from those of `extra_uniforms`,
+    `extra`. A sigma of 0 means no blur, and an erase height of 0 no erasing."""
     flip, jitter, gray, blur, solarize = np.moveaxis(
         u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
     )
@@ -212,9 +210,8 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
 def additions(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the parameters (..., V, 11) of the operations of NEW, with the columns from recrop_top to cut_side.
 
-    They follow from the uniform numbers `u` (..., V, NEW_WIDTH). Where an operation is not applied, its height,
-    deviation (of pixels from 0 to 1), number of quarter turns or side is 0.
-    """
+    They follow from the uniform numbers `u` (..., V, NEW_WIDTH). An operation that is not applied has 0 as its height,
+    its standard deviation (of pixels from 0 to 1), its number of quarter turns or its side."""
     on = u[..., [RECROP, SOBEL, ADD, ROTATE, CUT]] < v.added
     recrop, sobel, noise, rotate, cut = np.moveaxis(on, -1, 0)
     boxes = np.zeros((*u.shape[:-1], 4))
@@ -234,9 +231,8 @@ def additions(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the boxes to erase (..., V, 5): top, left, height and width in pixels, and a 24-bit seed for the noise.
 
-    The boxes follow from the uniform numbers `u` (..., V, EXTRA_WIDTH). A row is zero where nothing is erased or no box
-    fits. Random erasing is by Zhong et al. 2020, arXiv:1708.04896.
-    """
+    The boxes follow from the uniform numbers `u` (..., V, EXTRA_WIDTH). A row is zero where nothing is erased or none
+    of the TRIES boxes fits. Random erasing is by Zhong et al. 2020, arXiv:1708.04896."""
     side = v.size[:, None]
     area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
     aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
@@ -250,5 +246,5 @@ def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def stretch(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale uniforms (V, n) to the intervals (V, 2)."""
+    """Scale uniform numbers (V, n) to the intervals (V, 2)."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u

@@ -41,16 +41,15 @@ def by_path(blobs: Iterable[Blob], folder: str) -> dict[str, Blob]:
 
 
 def by_name(blobs: Iterable[Blob]) -> dict[str, Blob]:
-    """Return files by their names, whatever folders they lie in; of several with one name, the last."""
+    """Return files by their names, whatever folders they are in. If several have one name, the last is kept."""
     return {PurePosixPath(blob.url).name: blob for blob in blobs}
 
 
 def pick(origin: str, blobs: Mapping[str, Blob], names: Iterable[str], archive: str = "") -> list[Blob]:
-    """Return the files of some names, each of which may be two names divided by ` or `.
+    """Return the files with some names. A name may be two alternatives divided by ` or `.
 
-    Raises UserError, which names the first file that is missing and the archive that it is unpacked from; in the name
-    of the archive, {} stands for that of the file.
-    """
+    Raises UserError, which names the first missing file and the archive to unpack it from. In the name of the archive,
+    {} stands for the name of the file."""
     found = {name: next((blobs[n] for n in name.split(" or ") if n in blobs), None) for name in names}
     if missing := next((name for name, blob in found.items() if blob is None), None):
         hint = f", unpacked from {archive.format(missing)}" if archive else ""
@@ -71,10 +70,9 @@ def read_text(url: str) -> str:
 
 
 def read_csv(url: str, delimiter: str = ",") -> list[dict[str, str]]:
-    """Read a CSV file whose first line names the columns. A cell that is missing at the end of a line is empty.
+    """Read a CSV file whose first line names the columns. Cells missing at the end of a line are empty.
 
-    Raises UserError when the file does not exist or is not a CSV file.
-    """
+    Raises UserError when the file does not exist or is not a CSV file."""
     text = io.StringIO(read_text(url), newline="")
     with explained(f"{url}: not a CSV file", csv.Error):
         return list(csv.DictReader(text, delimiter=delimiter, restval=""))

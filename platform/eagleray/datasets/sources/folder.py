@@ -1,4 +1,4 @@
-"""Read plain folders of images: any folder, the folders of COCO, whose annotations are not used, or Caltech-101."""
+"""Read plain folders of images: any folder, Caltech-101, or the folders of COCO, whose annotations are not used."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def coco(options: PrepareOptions) -> SourceFiles:
 
 
 def _find(root: str) -> tuple[list[Blob], str]:
-    """Return the images in a folder and below it, and how many files beside them are no images, by extension."""
+    """Return the images in a folder and below it, and text with the number of other files by extension."""
     blobs, others = [], Counter[str]()
     for blob in files.list_tree(root):
         path = files.relative_path(blob, root)
@@ -66,7 +66,7 @@ def _items(origin: str, blobs: Sequence[Blob], labels: dict[str, int] | None = N
 def caltech_101(options: PrepareOptions) -> SourceFiles:
     """Find 101_ObjectCategories/ in the folder. Its subfolder BACKGROUND_Google counts as the 102nd class.
 
-    It has no splits: 30 random images of each class are for training, as is usual."""
+    It has no splits. As is usual, 30 random images of each class are for training."""
     root = f"{options.origin}/{CALTECH}"
     images = files.by_path((b for b in files.list_tree(root) if is_image(b.url)), root)
     if not images:

@@ -1,4 +1,4 @@
-"""Read data sets whose images are named, with their classes, in text files, in CSV or in lines of JSON."""
+"""Read data sets whose images are listed with their classes in text files, in CSV or in lines of JSON."""
 
 import json
 import re
@@ -20,18 +20,18 @@ VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-VOC_MARKS = {1: 1, -1: 0, 0: -1}  # the data set's present, absent and difficult, and ours
+VOC_MARKS = {1: 1, -1: 0, 0: -1}  # PASCAL VOC's present, absent and difficult, and the marks of `multilabel`
 MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # the two phases of the challenge differ
 WEBVISION = {
     "train": ("info/train_filelist_google.txt", "info/train_filelist_flickr.txt"),
     "val": ("info/val_filelist.txt",),
     "test": ("info/test_filelist.txt",),
 }
-Row = tuple[str, str]  # path of an image below the folder of images, and its class
+Row = tuple[str, str]  # path of an image in the folder of images, and name of its class
 
 
 def pets(options: PrepareOptions) -> SourceFiles:
-    """Find images/ and annotations/ of Oxford-IIIT Pets, whose images are named after their breed."""
+    """Find images/ and annotations/ of Oxford-IIIT Pets. The names of images begin with their breed."""
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
         line, expected = r"(?P<name>\S+) (?P<label>\d+) \d+ \d+", "a name, its class from 1 to 37, species and breed"
@@ -58,8 +58,7 @@ def domainnet(options: PrepareOptions) -> SourceFiles:
 def voc2007(options: PrepareOptions) -> SourceFiles:
     """Find JPEGImages/ and ImageSets/Main/ in the folder VOC2007, to which the archives of both splits unpack.
 
-    An image can have several of 20 classes. Its label is an integer whose bits stand for them; see `multilabel`.
-    """
+    An image can have several of 20 classes. Its label is an integer with bits for them, as `multilabel` explains."""
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
         marks: dict[str, list[int]] = {}
@@ -77,9 +76,8 @@ def gtsrb(options: PrepareOptions) -> SourceFiles:
     """Find the files of a split in the folder GTSRB.
 
     Training images are Training/00000/*.ppm, ... from GTSRB-Training_fixed.zip. Test images are Final_Test/Images/*.ppm
-    from GTSRB_Final_Test_Images.zip, and their classes are in GT-final_test.csv from GTSRB_Final_Test_GT.zip. The CSV
-    may lie anywhere in the folder.
-    """
+    from GTSRB_Final_Test_Images.zip. Their classes are in GT-final_test.csv from GTSRB_Final_Test_GT.zip, which may lie
+    anywhere in the folder."""
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
         rows = files.read_csv(tables[0].url, ";")
@@ -109,10 +107,9 @@ def _sign(text: str, file: str) -> int:
 
 
 def hateful_memes(options: PrepareOptions) -> SourceFiles:
-    """Find img/ and the lists of the splits, in lines of JSON. The text of the memes is not used.
+    """Find img/ and the splits' lists in lines of JSON. The text of the memes is not used.
 
-    The labels of the test images are not public, so papers report results on the split dev.
-    """
+    The labels of the test images are not public, so papers report results on the split dev."""
 
     def rows(table: Blob) -> Rows:
         for number, line in lines(table.url):
@@ -128,8 +125,8 @@ def hateful_memes(options: PrepareOptions) -> SourceFiles:
 
 
 def webvision(options: PrepareOptions) -> SourceFiles:
-    """Find info/ and the images of a split of WebVision 1.0: google/ and flickr/ for training, or else the folder of
-    its images, which depends on how they were resized and is not in the lists."""
+    """Find info/ and the images of a split of WebVision 1.0. Training images are in google/ and flickr/. Other images
+    may be in any folder, as its name depends on how they were resized and is not in the lists."""
     split, origin = options.split, options.origin
     blobs = files.list_tree(origin)
     paths = files.by_path(blobs, origin)
@@ -148,7 +145,7 @@ def webvision(options: PrepareOptions) -> SourceFiles:
                 yield name, int(label)
 
     def listing() -> Listing:
-        # The lists hold class numbers, so the names can be missing.
+        # The names of the classes may be missing, as the lists have class numbers.
         classes = [line.split()[0] for _, line in lines(names.url)] if names else []
         if split == "train":
             return Listing(match_items(rows(), files.by_path(images, origin)), classes)
@@ -164,7 +161,7 @@ def food_101(options: PrepareOptions) -> SourceFiles:
 
 
 def dtd(options: PrepareOptions) -> SourceFiles:
-    """Find images/ and labels/ in the folder. Of the ten published partitions into splits, the first is used."""
+    """Find images/ and labels/ in the folder. The first of the ten published partitions into splits is used."""
     train, val, test = ([f"labels/{split}1.txt"] for split in ("train", "val", "test"))
     splits = {"trainval": train + val, "test": test, "train": train, "val": val}
     return _paths(options, splits, "images", _folder_row)
@@ -173,8 +170,7 @@ def dtd(options: PrepareOptions) -> SourceFiles:
 def sun397(options: PrepareOptions) -> SourceFiles:
     """Find the class folders in SUN397/, and the lists unpacked from Partitions.zip.
 
-    Of the ten published partitions into splits, the first is used.
-    """
+    The first of the ten published partitions into splits is used."""
     splits = {"train": ["Training_01.txt"], "test": ["Testing_01.txt"]}
     return _paths(options, splits, "", lambda line: _folder_row(line.removeprefix("/")))
 
@@ -197,7 +193,7 @@ def _variant_row(line: str) -> Row:
 def _paths(
     options: PrepareOptions, splits: Mapping[str, Sequence[str]], folder: str, parse: Callable[[str], Row]
 ) -> SourceFiles:
-    """Find the images in `folder` and the lists of all splits, as the classes are numbered across all of them."""
+    """Find the images in `folder` and the lists of all splits, as all of them together decide the classes' numbers."""
     names = sorted({name for of_split in splits.values() for name in of_split})
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:

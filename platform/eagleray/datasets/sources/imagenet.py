@@ -1,10 +1,9 @@
-"""ImageNet-1k and ImageNet-22k as a tar of class tars, as class tars or as folders, with the validation labels, and
-subsets of ImageNet-1k's classes.
+"""ImageNet-1k and ImageNet-22k in several layouts, with the validation labels, and subsets of ImageNet-1k's classes.
 
-ImageNet-100 was chosen by CMC (Tian et al. 2020, arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017,
-"Deep Adaptive Image Clustering") and is used by Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after
-it, by SelfPatch; the repositories of both list the same ten classes.
-"""
+The layouts are a tar of class tars, class tars, and class folders. ImageNet-100 was chosen by CMC (Tian et al. 2020,
+arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017, "Deep Adaptive Image Clustering") and is used by
+Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after it, by SelfPatch; the repositories of both list the
+same ten classes."""
 
 import io
 import re
@@ -26,7 +25,7 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span
 
 CLASS = re.compile(r"n\d{8}")
-LARGEST_KIT = 2**28  # bytes of the development kit, of which it has three million
+LARGEST_KIT = 2**28  # most bytes of the unpacked development kit, which has three million
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 IMAGENET_100 = """
 n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
@@ -127,17 +126,16 @@ def _flat(images: Iterable[Span], truth: Mapping[str, int]) -> Iterator[Item]:
 
 
 def ground_truth(url: str) -> tuple[dict[str, int], list[str]]:
-    """Return the label of every validation image by its name, and the names of the classes.
+    """Return the label of every validation image by the image's name, and the names of the classes.
 
-    The classes are numbered as in the training split.
-    """
+    The classes are numbered as in the training split."""
     wnids = _kaggle(url) if url.lower().endswith(".csv") else _devkit(url)
     numbers = class_labels(wnids.values())
     return {image: numbers[wnid] for image, wnid in wnids.items()}, list(numbers)
 
 
 def _kaggle(url: str) -> dict[str, str]:
-    """Read the class of every image from LOC_val_solution.csv, where it is the first word of the image's boxes."""
+    """Read every image's class from LOC_val_solution.csv, where it precedes the coordinates of the image's boxes."""
     rows = files.read_csv(url)
     if not rows or not {"ImageId", "PredictionString"} <= rows[0].keys():
         raise UserError(f"{url}: expected Kaggle's LOC_val_solution.csv with columns ImageId and PredictionString")
@@ -149,9 +147,8 @@ def _kaggle(url: str) -> dict[str, str]:
 def _devkit(url: str) -> dict[str, str]:
     """Read the class of every image from the development kit.
 
-    The kit numbers the classes in its own way, and meta.mat translates these numbers. The classes are those synsets
-    that have no children.
-    """
+    The kit has its own numbers of classes, which meta.mat translates to names. The classes are the synsets without
+    children."""
     parts, message = _devkit_files(url), f"{url}: not the development kit of ILSVRC 2012"
     with explained(message, KeyError, ValueError, TypeError, IndexError, OverflowError):
         synsets = load(parts["meta.mat"], message, variable_names=["synsets"], squeeze_me=True)["synsets"]

@@ -15,25 +15,25 @@ from eagleray.data.pixels import HEIC_EXTENSIONS, image_extensions
 from eagleray.data.tar_headers import LONGEST_NAME
 
 BATCH = 65_536  # items per chunk of a table
-MOST = 10**18 - 1  # largest label, as in the index
-LONGEST_KEY = LONGEST_NAME - 40  # bytes; with its extension it is a name of a tar
+MOST = 10**18 - 1  # largest label that the index accepts
+LONGEST_KEY = LONGEST_NAME - 40  # bytes; a key and its extension together are a name in a tar
 
 
 class Item(NamedTuple):
     """One image of a source."""
 
     key: str
-    url: str  # the URL of the file that holds it
-    offset: int  # bytes; in a Parquet file the row in its row group
+    url: str  # of the file that holds the image
+    offset: int  # bytes; in a Parquet file the number of the row in its row group
     size: int  # bytes; in a Parquet file an estimate
-    extension: str = ""  # lower case; empty when only the bytes tell the format
+    extension: str = ""  # in lower case; empty if only the bytes tell the format
     label: int = -1
-    group: int = -1  # row group of a Parquet file, which is read as a whole; -1 where every image is read by itself
-    meta: str | None = None  # JSON
-    reason: str | None = None  # why the image is dropped
+    group: int = -1  # number of a Parquet file's row group, which is read as a whole; -1 if the image is read by itself
+    meta: str | None = None  # metadata in JSON
+    reason: str | None = None  # why the image is dropped; None if it is not
 
 
-TEXT = pa.large_string()  # the offsets of plain strings end at 2 GiB
+TEXT = pa.large_string()  # as the offsets of plain strings end at 2 GiB
 SCHEMA = pa.schema(
     [
         ("key", TEXT),
@@ -53,18 +53,17 @@ SCHEMA = pa.schema(
 class Listing:
     """The items of a source and the names of its classes."""
 
-    items: Iterable[Item]  # the order depends on the source alone
-    classes: Sequence[str] = ()  # names in the order of the labels
-    note: str = ""  # a line about what the source holds and the items lack
-    found: Callable[[], str] = str  # the same, where it is known only after the items were read
+    items: Iterable[Item]  # in an order that depends on the source alone
+    classes: Sequence[str] = ()  # in the order of the labels
+    note: str = ""  # one line on what the source has but the items lack
+    found: Callable[[], str] = str  # returns such a line that is known only after the items were read
 
 
 def table(items: Iterable[Item]) -> pa.Table:
     """Return items as an Arrow table with the columns of SCHEMA.
 
-    A table is used because 14 million Python objects do not fit into the memory of most machines. Its keys and URLs
-    are those of `file_names.to_text`, as files may have names that are not UTF-8.
-    """
+    14 million Python objects would not fit into the memory of most machines. Keys and URLs are stored by
+    `file_names.to_text`, as files may have names that are not UTF-8."""
     batches = []
     stream = iter(items)
     while batch := list(itertools.islice(stream, BATCH)):
@@ -74,20 +73,20 @@ def table(items: Iterable[Item]) -> pa.Table:
 
 
 def _stored(item: Item) -> Item:
-    """Return an item as a table and a tar can hold it. Raises UserError for a label that no index can."""
+    """Return an item as a table and a tar can hold it. Raises UserError for a label above MOST."""
     if item.label > MOST:
         raise UserError(f"{item.url}: the label of {readable(item.key)} is {item.label:.3g}, more than {MOST}")
     if (length := len(item.key.encode(errors="surrogateescape"))) > LONGEST_KEY:
         item = item._replace(key=item.key[:60], reason=f"its key has {length} bytes, more than {LONGEST_KEY}")
     return item._replace(
-        key=to_text(item.key.replace("\0", "_")),  # a name in a tar ends at a 0
+        key=to_text(item.key.replace("\0", "_")),  # as a name in a tar ends at a 0
         url=to_text(item.url),
         reason=item.reason and readable(item.reason),
     )
 
 
 def items_of(items: pa.Table) -> list[Item]:
-    """Return the items of a table, with keys and URLs as Python has file names."""
+    """Return the items of a table. Keys and URLs are file names as Python has them, with surrogates."""
     rows = map(Item._make, zip(*(column.to_pylist() for column in items.columns), strict=True))
     return [row._replace(key=from_text(row.key), url=from_text(row.url)) for row in rows]
 
@@ -95,9 +94,8 @@ def items_of(items: pa.Table) -> list[Item]:
 def is_image(name: str) -> bool:
     """Return whether a file is an image, judged by its name.
 
-    Names that begin with a dot, such as `._photo.jpg`, belong to leftovers of an operating system and do not count.
-    HEIC counts also where nothing decodes it, so that it is listed as left out.
-    """
+    Names that begin with a dot, such as `._photo.jpg`, are leftovers of an operating system and do not count. HEIC
+    counts even if nothing decodes it, so that it is listed as left out."""
     path = PurePosixPath(name)
     return path.suffix[1:].lower() in image_extensions() | HEIC_EXTENSIONS and not path.name.startswith(".")
 
@@ -105,21 +103,21 @@ def is_image(name: str) -> bool:
 def key_and_extension(name: str) -> tuple[str, str]:
     """Split a file name into key and extension.
 
-    Dots in the key become underscores, because webdataset takes the first dot of a name for the end of its key.
-    """
+    Dots in the key become underscores, because webdataset ends the key at the first dot of a name."""
     path = PurePosixPath(name)
     key = str(path.with_suffix("")) if path.name else name  # "/" and "" have no name
     return key.replace(".", "_"), path.suffix[1:].lower()
 
 
 def metadata_json(columns: Mapping[str, Any]) -> str | None:
-    """Encode the metadata of an image, everything but its label, as JSON; return None if there is none."""
+    """Encode the metadata of an image, everything but its label, as JSON. Return None if there is none."""
     values = {k: v for k, v in columns.items() if v not in (None, "")}
     return to_json(values) if values else None
 
 
 def to_json(value: Any) -> str:
-    """Encode a value as JSON that UTF-8 can hold: lone surrogates stay escaped, as captions from the web have them."""
+    """Encode a value as JSON that can be stored in UTF-8. Lone surrogates, as in captions from the web, stay
+    escaped."""
     return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 

@@ -11,9 +11,9 @@ from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_exte
 from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 
-DIGITS = 18  # the most digits of a class number; Python refuses to read thousands
-Rows = Iterable[tuple[str, int]]  # what a list calls an image, and its label
-ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # rows of some lists, and class names
+DIGITS = 18  # most digits of a class number, as Python refuses to read thousands
+Rows = Iterable[tuple[str, int]]  # name of each image in a list, and its label
+ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # returns the rows of some lists, and class names
 
 
 def find_listed(
@@ -27,12 +27,11 @@ def find_listed(
     by: Literal["path", "whole path", "name"] = "path",
     wanted: Callable[[str], bool] = is_image,
 ) -> SourceFiles:
-    """Find the lists of a data set, and the images in a folder; the paths of both are those below `origin`.
+    """Find the lists of a data set, and the images in a folder. The paths of both are relative to `origin`.
 
-    The lists may lie in any folder if they may be `anywhere`. They name an image `by` its path in the folder, by its
-    whole path below `origin` or by the name of its file. Raises UserError when a list is missing or when there is no
-    image, where `expected` says what was expected.
-    """
+    With `anywhere`, the lists may be in any folder. They name an image `by` its path in the folder, by its whole path
+    below `origin` or by its file name. Raises UserError when a list is missing, or when there is no image; `expected`
+    then describes what is missing."""
     if anywhere:
         names = files.by_name(files.list_tree(origin))
         there = {table: names[name] for table in tables if (name := PurePosixPath(table).name) in names}
@@ -55,7 +54,7 @@ def find_listed(
 
 
 def lines(url: str) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of every line of a text file that is not empty."""
+    """Yield the number and the stripped text of every line of a text file that is not blank."""
     for number, line in enumerate(files.read_text(url).splitlines(), 1):
         if line.strip():
             yield number, line.strip()
@@ -65,9 +64,8 @@ def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterato
     """Yield the file name and the class number in every line of a text file.
 
     The pattern matches a whole line and has the groups `name` and `label`. Empty lines and lines that begin with # are
-    skipped. Raises UserError for any other line that does not match or whose class is none of `labels`; `expected`
-    describes the right form of a line.
-    """
+    skipped. Raises UserError for any other line that does not match or whose class is not in `labels`. `expected`
+    describes the right form of a line."""
     for number, line in lines(url):
         if line.startswith("#"):
             continue
@@ -78,15 +76,14 @@ def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterato
 
 
 def names_of(classes: Mapping[int, str]) -> list[str]:
-    """Return the names of classes in the order of their labels; that of a label without a name is empty."""
+    """Return the names of classes in the order of their labels. A label without a name has an empty one."""
     return [classes.get(label, "") for label in range(max(classes, default=-1) + 1)]
 
 
 def match_items(rows: Rows, blobs: Mapping[str, Blob], call: Callable[[str], str] = str) -> Iterator[Item]:
-    """Yield an item for every file name and label in a list; `blobs` are the files by what `call` makes of that name.
+    """Yield an item for every name and label in a list. `call` turns the name into the key of its file in `blobs`.
 
-    If the file is missing, the item carries a reason for which it is dropped.
-    """
+    If the file is missing, the item has a reason, so that it is dropped."""
     for name, label in rows:
         key, extension = key_and_extension(name)
         blob = blobs.get(call(name))

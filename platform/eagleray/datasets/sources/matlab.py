@@ -14,11 +14,11 @@ from eagleray.base import child
 from eagleray.base.errors import UserError, explained
 from eagleray.datasets.sources import files
 
-LARGEST = 2**30  # bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
-HEADER, COMPRESSED = 128, 15  # bytes before the first element of a file, and the type of a compressed one
-PIECE = 2**20  # bytes that are unpacked at once to learn how many there are
+LARGEST = 2**30  # most bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
+HEADER, COMPRESSED = 128, 15  # bytes before a file's first element; type of a compressed element
+PIECE = 2**20  # bytes unpacked at a time to measure the unpacked size, so that not all of it is in memory
 
-# SciPy's reader is not safe in memory: bytes that were changed may crash it, so it runs in a process of its own.
+# SciPy's reader is not memory-safe: modified bytes may crash it, so it runs in a separate process.
 CHILD = """
 import io, json, math, pickle, sys
 from scipy.io import loadmat, whosmat
@@ -53,8 +53,7 @@ def read_numbers(url: str, names: Sequence[str], expected: range) -> list[NDArra
 def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
     """Return the variables with these names from a MATLAB file.
 
-    Raises UserError when the file or a variable is missing.
-    """
+    Raises UserError when the file or a variable is missing, or the file cannot be read."""
     arrays = load(files.read_bytes(url), f"{url}: expected a MATLAB file with {', '.join(names)}", variable_names=names)
     if missing := [name for name in names if name not in arrays]:
         raise UserError(f"{url}: expected a MATLAB file with {', '.join(names)}; {missing[0]} is missing")
@@ -64,8 +63,7 @@ def read_arrays(url: str, *names: str) -> list[NDArray[Any]]:
 def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me: bool = False) -> dict[str, Any]:
     """Return the variables of a MATLAB file whose bytes are in memory.
 
-    Raises UserError, beginning with `message`, when the bytes cannot be parsed or unpack to more than LARGEST bytes.
-    """
+    Raises UserError, beginning with `message`, when the bytes cannot be parsed or unpack to more than LARGEST bytes."""
     with explained(message, struct.error, zlib.error):
         unpacked = _unpacked(data)
     if unpacked > LARGEST:
@@ -75,11 +73,11 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{message} ({said[-1][:200] if said and done.returncode > 0 else 'SciPy crashes on it'})")
-    return dict(pickle.loads(done.stdout))  # our own child has made it, of arrays alone
+    return dict(pickle.loads(done.stdout))  # safe, as our own child process has written it, from arrays alone
 
 
 def _unpacked(data: bytes) -> int:
-    """Return the bytes of the elements of a MATLAB 5 file once they are unpacked, or a number above LARGEST."""
+    """Return the total unpacked size of the elements of a MATLAB 5 file in bytes, or a number above LARGEST."""
     order, at, total = ">" if data[HEADER - 2 : HEADER] == b"MI" else "<", HEADER, 0
     while at + 8 <= len(data) and total <= LARGEST:
         kind, size = struct.unpack_from(f"{order}II", data, at)

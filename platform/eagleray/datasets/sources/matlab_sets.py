@@ -75,12 +75,12 @@ def svhn(options: PrepareOptions) -> SourceFiles:
 
 def _digits(table: Blob, split: str) -> Iterator[Item]:
     [labels] = matlab.read_numbers(table.url, ["y"], range(1, 11))
-    for i, label in enumerate(labels.tolist()):  # the offset of an item is its position in the array
+    for i, label in enumerate(labels.tolist()):  # the offset is the image's position in the array
         yield Item(f"{split}/{i:06d}", table.url, i, 3 * 32**2, RAW, label % 10)
 
 
 def read_digits(rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
-    """Yield the items of one MATLAB file with their images as PNGs. The whole file is read into memory."""
+    """Yield the items of one MATLAB file, with their images as PNGs. The whole file is read into memory."""
     [pixels] = matlab.read_arrays(rows[0].url, "X")  # (32, 32, 3, N)
     count = max(item.offset for item in rows) + 1
     if pixels.dtype != np.uint8 or pixels.shape[:-1] != (32, 32, 3) or pixels.shape[-1] < count:

@@ -1,4 +1,4 @@
-"""Read Open Images from a list of image ids, and the image files from its public bucket or a copy of it."""
+"""Read Open Images: a list of image ids, and the image files in its public bucket or a copy of it."""
 
 import io
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BUCKET = "s3://open-images-dataset"
 
 
 def openimages(options: PrepareOptions) -> SourceFiles:
-    """Find the images of a CSV list with a column ImageID; its other columns become metadata."""
+    """Find the images in a CSV file with a column ImageID. Its other columns become metadata."""
     if not options.origin.lower().endswith(".csv"):
         raise UserError(f"{options.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
     folder = options.images or f"{BUCKET}/{options.split}"
@@ -31,7 +31,7 @@ def openimages(options: PrepareOptions) -> SourceFiles:
 
 
 def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
-    seen: set[str] = set()  # a list of boxes names an image once for each box
+    seen: set[str] = set()  # as a list of boxes names an image once per box
     for row in _rows(table):
         name = row.pop("ImageID")
         if name in seen or row.get("Subset", split) != split:
@@ -56,7 +56,7 @@ def _rows(table: Blob) -> Iterator[dict[str, str]]:
         reader = csv.open_csv(
             file,
             read_options=csv.ReadOptions(column_names=names),
-            parse_options=csv.ParseOptions(newlines_in_values=True),  # titles contain newlines
+            parse_options=csv.ParseOptions(newlines_in_values=True),  # as titles contain newlines
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         for batch in reader:

@@ -1,4 +1,4 @@
-"""Read Parquet files with a column of images: either bytes, or, as Hugging Face writes them, bytes with a file path."""
+"""Read Parquet files with a column of images: bytes or, as Hugging Face writes them, bytes with a file path."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ from eagleray.storage.shard_names import is_parquet
 from eagleray.storage.store import list_shards
 
 LABEL = "label"
-MOST_AT_ONCE = 2**32  # bytes of the images of one shard, and so of a row group
-FEW = 2**16  # rows that a file of any size may have; beyond that an image takes at least a byte
-MOST_TEXT = 2**31  # bytes of the metadata of one file
-ROWS = 256  # rows that are read at a time of the columns beside the images
+MOST_AT_ONCE = 2**32  # most bytes of the images of one shard, and so of one row group
+FEW = 2**16  # rows that even a small file may have; a larger file may have one row per byte
+MOST_TEXT = 2**31  # most characters of the metadata of one file
+ROWS = 256  # rows of the other columns that are read at a time
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
-    """Find a Parquet file, all of a folder, or those that a pattern or an hf:// URL selects. Whole numbers in a column
+    """Find a Parquet file, all in a folder, or those that a pattern or an hf:// URL selects. Whole numbers in a column
     named `label` are classes."""
     if options.origin.startswith("hf://") or any(c in options.origin for c in "*?["):
         blobs = [b for b in list_shards(options.origin) if is_parquet(b.url)]
@@ -46,9 +46,8 @@ def parquet(options: PrepareOptions) -> SourceFiles:
 def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
     """Yield the items of Parquet rows with the bytes of their images.
 
-    Every row group is read once. Only the images of these items are held in memory. An item whose image is too large
-    for any shard has the reason, and no bytes.
-    """
+    Every row group is read once. Only the images of these items are held in memory. If an image is too large for any
+    shard, its item has a reason and no bytes."""
     groups: dict[tuple[str, int], list[int]] = {}
     for position, item in enumerate(rows):
         groups.setdefault((item.url, item.group), []).append(position)
@@ -74,8 +73,8 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
 
 
 def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) -> Iterator[pa.Buffer | None]:
-    """Yield the images of a row group, in the order of its rows. They are read one by one, as all may be one large
-    value that is stored once."""
+    """Yield the images of a row group, in the order of its rows. They are read one by one, as one large value, stored
+    once, may stand in all rows."""
     for batch in batches(file, url, group, [column], 1):
         cells = batch.column(0)
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
@@ -83,10 +82,9 @@ def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) ->
 
 
 def _image_column(blob: Blob, column: str) -> str:
-    """Return the name of the column with the images: `column` if it is not empty, or else the only column of bytes.
+    """Return the name of the column with the images: `column` if it is not empty, otherwise the only column of bytes.
 
-    Raises UserError when `column` holds no bytes, or when it is empty and the number of such columns is not one.
-    """
+    Raises UserError when `column` holds no bytes, or when it is empty and there is not exactly one column of bytes."""
     schema = open_parquet(blob).schema_arrow
     names = [f.name for f in schema if may_hold_images(f.type)]
     if column and column not in names:
@@ -106,7 +104,7 @@ def _listing(blobs: list[Blob], column: str) -> Listing:
 
 
 def _open_listed(blob: Blob) -> pq.ParquetFile:
-    """Open a file whose rows are to be read. Raises UserError for more rows than it can have."""
+    """Open a file to read its rows. Raises UserError for more rows than a file of its size can have."""
     file = open_parquet(blob)
     if file.metadata.num_rows > max(blob.size, FEW):
         raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")
@@ -114,8 +112,8 @@ def _open_listed(blob: Blob) -> pq.ParquetFile:
 
 
 def _no_classes(column: str, blob: Blob) -> str:
-    """Return why the column `label` of a file does not hold classes, in one line; an empty text if it does, or if there
-    is none. pandas turns integers to floats where one is missing."""
+    """Return in one line why a file's column `label` does not hold classes, or "" if it does, or does not exist. Whole
+    floating-point numbers are classes, as pandas stores integers as floats if one is missing."""
     file = _open_listed(blob)
     if column == LABEL or LABEL not in file.schema_arrow.names:
         return ""
@@ -138,10 +136,9 @@ def _no_classes(column: str, blob: Blob) -> str:
 
 
 def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
-    """Yield an item for every row of a file, with the class of its label if the files are `labelled`.
+    """Yield an item for every row of a file, with its label's class if the files are `labelled`.
 
-    The size of an image is taken to be the mean over its row group, as the exact size is known only after reading it.
-    """
+    The size of an image is estimated as the mean of its row group, as the exact size is known only after reading it."""
     file = _open_listed(blob)
     if column not in file.schema_arrow.names:
         raise UserError(f"{blob.url}: has no column {column!r}, which other files of the source have")
@@ -165,7 +162,7 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
         at_once = max(1, min(ROWS, FREE // max(page, 1)))
         for row, cells in enumerate(_rows(file, blob.url, group, beside, at_once)):
             name = (cells.pop(column, None) or {}).get("path") if path else None
-            if name and PurePosixPath(name).name:  # "/" and "." have none
+            if name and PurePosixPath(name).name:  # as "/" and "." have no name
                 key, extension = key_and_extension(PurePosixPath(name).name)
             else:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""
@@ -182,7 +179,7 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
 def _rows(
     file: pq.ParquetFile, url: str, group: int, columns: list[str], at_once: int = ROWS
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a group. Raises UserError for a text that is not UTF-8 or a date that Python does not have."""
+    """Yield the rows of a group. Raises UserError for text that is not UTF-8 or a date that Python cannot hold."""
     if not columns:
         yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
         return
@@ -192,13 +189,13 @@ def _rows(
 
 
 def _column_bytes(group: Any, column: str) -> int:
-    """Return the uncompressed size of a column and its nested columns in bytes, from the metadata of a row group."""
+    """Return the uncompressed bytes of a column and its nested columns, from the metadata of a row group."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == column)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a cell that JSON cannot hold, such as a date, a decimal or infinity, to text; NaN stands for nothing."""
+    """Convert a cell that JSON cannot hold, such as a date, a decimal or infinity, to text, and NaN to None."""
     if isinstance(value, float) and math.isnan(value):
         return None
     plain = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))

@@ -20,7 +20,7 @@ from eagleray.storage.range_file import READ, RangeFile, Span
 STEM = "camelyonpatch_level_2_split_"
 PARTS = {"trainval": ("train", "valid"), "test": ("test",), "train": ("train",), "val": ("valid",)}
 SHAPE = (96, 96, 3)
-MOST = 1024  # patches in memory at once
+MOST = 1024  # most patches in memory at once
 
 
 def pcam(options: PrepareOptions) -> SourceFiles:
@@ -49,8 +49,8 @@ def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
 
 
 def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, in whatever order
-    the items come."""
+    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, in any order of the
+    items."""
     images: list[Data] = [b""] * len(items)
     by_place = sorted(range(len(items)), key=lambda i: (items[i].url, items[i].offset))
     for url, of_file in groupby(by_place, key=lambda i: items[i].url):
@@ -68,7 +68,7 @@ def _rows_of_chunk(x: Any) -> int:
 
 
 def _dataset(url: str, size: int, name: str) -> Any:
-    """Open a data set of an HDF5 file, local or by URL. Raises UserError."""
+    """Open a data set of an HDF5 file, local or by URL. Raises UserError without h5py, or if the file lacks it."""
     missing = "pcam: its files need h5py, which is not installed: pip install 'eagleray[hdf5]'"
     with explained(missing, ImportError, why=False):
         import h5py

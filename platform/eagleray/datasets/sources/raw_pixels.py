@@ -16,7 +16,7 @@ from eagleray.datasets.sources.source import Data, PrepareOptions, SourceFiles, 
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 
-RAW = "raw"  # extension of items whose bytes are pixels, in binary or in words
+RAW = "raw"  # extension of items whose bytes are pixel values, in binary or as decimal text
 DIGITS = tuple("0123456789")
 
 
@@ -56,11 +56,10 @@ def cifar_100(options: PrepareOptions) -> SourceFiles:
 def _cifar(
     origin: str, title: str, names: Sequence[str], words: str, *, labels: int, classes: int, side: int = 32
 ) -> SourceFiles:
-    """Find the record files `names`, and the text file `words` that lists the names of the classes.
+    """Find the record files `names`, and the text file `words` with the names of the classes.
 
-    They may lie anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used, and the
-    red, green and blue planes of an image.
-    """
+    They may be anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used, and the
+    red, green and blue planes of an image."""
     blobs = files.by_name(files.list_tree(origin))
     missing = [name for name in (*names, words) if name not in blobs]
     if missing and blobs.keys() & {"data_batch_1", "test_batch", "train", "test"}:
@@ -93,8 +92,7 @@ def _cifar(
 def stl10(options: PrepareOptions) -> SourceFiles:
     """Find the files of the labelled images of a split in the folder stl10_binary, or in a folder above it.
 
-    The planes of an image are stored column by column.
-    """
+    The planes of an image are stored column by column."""
     split, side = options.split, 96
     blobs = files.by_name(files.list_tree(options.origin))
     names = [f"{split}_X.bin", f"{split}_y.bin", "class_names.txt"]
@@ -119,13 +117,14 @@ def _bytes(blob: Blob) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _ranges(
     blob: Blob, stem: str, labels: Iterable[int], size: int, *, start: int = 0, step: int = 0
 ) -> Iterator[Item]:
-    """Yield an item for each of the images of a file, which have `size` bytes each and begin every `step` bytes."""
+    """Yield an item for each image of a file. Images have `size` bytes each and begin every `step` bytes from `start`
+    on."""
     for i, label in enumerate(labels):
         yield Item(f"{stem}/{i:05d}", blob.url, start + i * (step or size), size, RAW, label)
 
 
 def _reader(shape: tuple[int, ...], axes: tuple[int, ...]) -> partial[Iterator[tuple[Item, Data]]]:
-    """Return what reads images whose pixels have a shape in their file; `axes` are its rows, columns and colours."""
+    """Return a function that reads images, stored in `shape`. `axes` are its axes of rows, columns and colours."""
     return partial(read_ranges, encode=partial(_png, shape=shape, axes=axes))
 
 
@@ -168,7 +167,7 @@ def _faces(blob: Blob, usages: Sequence[bytes]) -> Iterator[Item]:
 
 
 def _face_png(words: Data) -> bytes:
-    """Encode a face as a PNG; `words` are its grey pixels, written as decimal numbers. Raises UserError."""
+    """Encode a face as a PNG. `words` are its grey values in decimal numbers. Raises UserError for one above 255."""
     pixels = np.array(bytes(words).split(), np.int64)
     if pixels.max() > 255:
         raise UserError(f"{FER2013}: expected grey values from 0 to 255, found {pixels.max()}")

@@ -16,7 +16,7 @@ from eagleray.storage.range_file import Span, read_span
 Data = bytes | memoryview
 Read = Callable[[Sequence[Item]], Iterator[tuple[Item, Data]]]
 
-OWN = "not stated by the source: you have to know it"  # the licence of such a source
+OWN = "not stated by the source: you have to know it"  # licence of a source that is the user's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +29,25 @@ class PrepareOptions:
     origin: str
     destination: str
     split: str = ""
-    labels: str = ""  # ground truth of ImageNet's validation images
-    images: str = ""  # folder of Open Images' image files
-    column: str = ""  # the column of images in a Parquet file
-    where: str = ""  # expression of SQL: of indexed shards, the samples for which it is true
-    columns: str = ""  # Parquet or CSV file with columns for it
-    size: int = 128  # MiB of source bytes per shard
-    max_side: int = 0  # pixels; 0: no limit
-    min_side: int = 0  # pixels
-    channels: int = 0  # 0 means red, green and blue
+    labels: str = ""  # file or folder with the labels of ImageNet's validation images
+    images: str = ""  # folder with the image files of Open Images
+    column: str = ""  # name of the column of images in a Parquet file
+    where: str = ""  # SQL expression that is true for the samples to take from indexed shards
+    columns: str = ""  # Parquet or CSV file with more columns for `where`
+    size: int = 128  # MiB of source files per shard
+    max_side: int = 0  # largest longer side in pixels; 0: no limit
+    min_side: int = 0  # least shorter side in pixels
+    channels: int = 0  # 0: red, green and blue
     dedup: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UserError for numbers that are none or too small."""
+        """Raise UserError for settings that are not whole numbers or are too small."""
         for name, least in {"size": 1, "max_side": 0, "min_side": 0, "channels": 0, "seed": 0}.items():
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
 
     def resolved(self) -> "PrepareOptions":
-        """Return a copy whose paths and URLs are absolute and have no slash at the end."""
+        """Return a copy whose paths and URLs are absolute and do not end in a slash."""
         names = ("origin", "destination", "labels", "images", "columns")
         urls: dict[str, Any] = {name: getattr(self, name) for name in names}
         urls = {name: url and store.absolute(url).rstrip("/") for name, url in urls.items()}
@@ -65,11 +65,11 @@ class Dataset:
     """The published facts about a data set that recipes name."""
 
     title: str
-    short: str  # the name in the names of recipes
+    short: str  # name in the file names of recipes
     classes: int
-    splits: Mapping[str, int]  # images of each split; the first split is the default of `eagleray prepare`
-    obtain: str  # how a person gets it, as a sentence without its full stop
-    contents: str  # what FROM has to contain, for the table in docs/finetune.md
+    splits: Mapping[str, int]  # number of images of each split, the first of which is the default of `eagleray prepare`
+    obtain: str  # how a person gets the data, as a sentence without its full stop
+    contents: str  # required content of FROM, for the table in docs/finetune.md
 
     def __str__(self) -> str:
         first, second, *parts = (f"{count:,} in {name}" for name, count in self.splits.items())
@@ -79,33 +79,32 @@ class Dataset:
 
 
 def read_ranges(rows: Sequence[Item], encode: Callable[[Data], bytes] | None = None) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with the bytes of its image, which are a range of bytes in a file.
+    """Yield every item with the bytes of its image, which are a byte range of a file.
 
-    If `encode` is given, the bytes are raw pixels, and `encode` makes an image file of them.
-    """
+    If `encode` is given, the bytes are raw pixels, and `encode` turns them into an image file."""
     ranges = ordered_map(lambda i: read_span(Span(i.key, i.url, i.offset, i.size)), rows)
     return ((item, encode(data) if encode else data) for item, data in zip(rows, ranges, strict=True))
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a source, whose images are listed only when `listing` is called."""
+    """The files of a source. Their images are listed only when `listing` is called."""
 
-    files: Sequence[Blob]  # every file that is read: equal files give equal items
+    files: Sequence[Blob]  # every file that is read; equal files give equal items
     listing: Callable[[], Listing]  # may read the headers of all archives
     read: Read = read_ranges
-    unread: str = ""  # how many files beside them are no images, by extension
+    unread: str = ""  # text with the number of files that are not images, by extension; empty if there are none
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of the sources that `eagleray prepare` accepts as its argument SOURCE."""
+    """A source that `eagleray prepare` accepts as its argument SOURCE."""
 
-    find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when the files are not there
+    find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when files are missing
     licence: str
     dataset: Dataset | None = None
-    splits: tuple[str, ...] = ()  # empty: the splits of the data set
-    options: tuple[str, ...] = ()  # fields of PrepareOptions that only some sources take
+    splits: tuple[str, ...] = ()  # empty: those of `dataset`
+    options: tuple[str, ...] = ()  # names of the fields of PrepareOptions that this source takes, but not all sources
 
     @property
     def split_names(self) -> tuple[str, ...]:
@@ -113,7 +112,5 @@ class Source:
 
 
 def fetch(items: pa.Table, read: Read) -> Iterator[tuple[Item, Data]]:
-    """Yield the items of a table, in order, with the bytes of their image files; the bytes of a missing image are
-    empty.
-    """
+    """Yield the items of a table, in order, with the bytes of their image files; no bytes for a missing image."""
     return read(items_of(items))

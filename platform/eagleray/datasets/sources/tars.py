@@ -1,4 +1,4 @@
-"""Locate the members of tars, and of tars within tars, by reading their headers only, without unpacking anything."""
+"""Locate the members of tars, and of tars within tars, by reading only headers, without unpacking anything."""
 
 import io
 import zlib
@@ -16,15 +16,14 @@ SPARSE = "stored sparse, so its bytes are not in one piece"
 
 
 class DamagedTar(UserError):
-    """The error for a file that is not a tar, or a tar that ends too early."""
+    """The error for a file that is not a tar, or for a tar that is cut off or damaged."""
 
 
 def members(tar: Span) -> Iterator[Span]:
     """Yield the files in a tar in their order.
 
     Raises UserError when the tar is compressed or a file in it is stored sparse, and DamagedTar when it is damaged or
-    is not a tar at all.
-    """
+    not a tar."""
     for span, sparse in members_and_holes(tar):
         if sparse:
             raise UserError(f"{_title(tar)}: {readable(span.name)}: {SPARSE}")
@@ -32,7 +31,8 @@ def members(tar: Span) -> Iterator[Span]:
 
 
 def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
-    """Yield what `members` does, each with whether it is stored sparse, in which case its bytes are not the file's."""
+    """Yield the files in a tar, each with whether it is stored sparse, so that its bytes are not those of the file.
+    Raises errors like `members`, but not for sparse files."""
     source = io.BufferedReader(RangeFile(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:
@@ -49,7 +49,7 @@ def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
 
 
 def gunzip(url: str, most: int) -> bytes:
-    """Return what a gzip file contains. Raises UserError when it is damaged or contains more than `most` bytes."""
+    """Return the content of a gzip file. Raises UserError when it is damaged or contains more than `most` bytes."""
     unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
     with explained(f"{url}: cannot be unpacked", zlib.error):
         data = unpacker.decompress(bytes(store.store(url).get(url)), most)

@@ -18,7 +18,7 @@ VIDEOS, LISTS, NAMES = "UCF-101", "ucfTrainTestlist", "classInd.txt"
 
 
 def ucf101(options: PrepareOptions) -> SourceFiles:
-    """Find UCF-101/ with its class folders, and in ucfTrainTestlist/ the list of a split and the classes."""
+    """Find UCF-101/ with its class folders, and the lists of a split and of the classes in ucfTrainTestlist/."""
     found = find_listed(
         options.origin,
         [f"{LISTS}/{options.split}list01.txt", f"{LISTS}/{NAMES}"],
@@ -36,7 +36,7 @@ def _read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
     labels = {name: label - 1 for name, label in read_labels(names.url, line, expected, range(1, 102))}
     rows = []
     for number, text in lines(table.url):
-        path = text.split()[0]  # lists of training videos have the label behind the path
+        path = text.split()[0]  # as in lists of training videos the label follows the path
         if path.partition("/")[0] not in labels:
             where = f"{table.url}: line {number}: expected a video in the folder of a class"
             raise UserError(f"{where} of {NAMES}, found {text[:80]!r}")
@@ -45,11 +45,10 @@ def _read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
 
 
 def middle_frame(video: Data) -> bytes:
-    """Return frame n // 2 of a video of n frames as a PNG; nothing for a video without frames that can be decoded.
+    """Return frame n // 2 of a video of n frames as a PNG, or no bytes if no frame can be decoded.
 
-    Frames are counted by decoding, because headers state wrong numbers and seeking is not exact.
-    """
-    import cv2  # takes a while, and listing data sets imports this file
+    Frames are counted by decoding, because headers state wrong numbers and seeking is not exact."""
+    import cv2  # imported late, as it takes a while and listing data sets imports this file
 
     with tempfile.NamedTemporaryFile(suffix=".avi") as file:
         file.write(video)

@@ -1,4 +1,4 @@
-"""Read WebDataset shards, whose images, labels and metadata are to be written into new shards."""
+"""Read WebDataset shards, to write their images, labels and metadata into new shards."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span, read_span
 
-UNREAD = -2  # a label that cannot be read
-LARGEST_TEXT = 2**24  # bytes of a .cls or .json
+UNREAD = -2  # stands for a label that cannot be read
+LARGEST_TEXT = 2**24  # most bytes of a .json
 
 
 def webdataset(options: PrepareOptions) -> SourceFiles:
@@ -51,7 +51,8 @@ def webdataset(options: PrepareOptions) -> SourceFiles:
 
 
 def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
-    """Return for each shard where the images are for which `--where` is true, in rising order. Raises UserError."""
+    """Return, by URL of a shard, the ascending offsets of the images for which `--where` is true. Raises UserError when
+    there are none."""
     index = open_index(options.origin, note=lambda _: None)
     of_shards = samples_where(index, options.origin, options.where, options.columns)
     wanted = {
@@ -64,7 +65,7 @@ def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
 
 
 def _without_label(item: Item, unread: Counter[str]) -> Item:
-    """Return an item without a label that cannot be read, and count it by its shard."""
+    """Return the item with no label instead of one that cannot be read, and count such labels by shard."""
     if item.label != UNREAD:
         return item
     unread[item.url] += 1
@@ -72,7 +73,7 @@ def _without_label(item: Item, unread: Counter[str]) -> Item:
 
 
 def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
-    """Return an item, with a reason if it is not wanted."""
+    """Return an item, with the reason to leave it out if it is not wanted."""
     offsets = wanted.get(item.url, np.empty(0, np.int64))
     at = int(np.searchsorted(offsets, item.offset))
     if item.reason or (at < len(offsets) and offsets[at] == item.offset):
@@ -81,10 +82,9 @@ def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
 
 
 def _samples(blob: Blob) -> list[Item]:
-    """List the samples of a shard, each of which is a run of neighbouring files with the same key.
+    """List the samples of a shard. Each is a run of neighbouring files with the same key.
 
-    In a damaged shard, the samples before the damage are listed, followed by an item with the reason.
-    """
+    In a damaged shard, the samples before the damage are listed, followed by an item with the reason."""
     name = blob.url.rpartition("/")[2]
     items: list[Item] = []
     damage: list[DamagedTar] = []
@@ -110,8 +110,7 @@ class _Part(NamedTuple):
 def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
     """Yield the key and the position of every file in a shard whose name has a key and an extension.
 
-    Damage is put into a list, as an error would lose the sample before it.
-    """
+    Damage is put into a list, because an error would lose the sample before it."""
     try:
         for span, sparse in members_and_holes(Span("", blob.url, 0, blob.size)):
             if names := key_and_extension(span.name):
@@ -121,7 +120,7 @@ def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
 
 
 def safe_key(key: str) -> str:
-    """Return a key that stays below the folder into which a new shard is unpacked, whatever the old shard says."""
+    """Return a key without parts that would lead out of the folder into which the new shard is unpacked."""
     parts = key.split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) if parts[0] == "" or ".." in parts else key
 
@@ -141,7 +140,7 @@ def _item(key: str, parts: list[_Part]) -> Item:
         label = int(text) if re.fullmatch(rb"\d{1,18}", text) else UNREAD
     try:
         meta = to_json(json.loads(bytes(read_span(spans["json"])))) if "json" in spans else None
-    except (ValueError, RecursionError):  # broken JSON is of no use
+    except (ValueError, RecursionError):  # broken JSON cannot be written again
         reason = "its .json cannot be read"
     span = image.span
     return Item(key, span.url, span.offset, span.size, image.last, label, meta=meta, reason=reason)
@@ -153,7 +152,7 @@ def _read_start(span: Span, size: int = START) -> bytes:
 
 
 def _fault(image: _Part, parts: list[_Part]) -> str | None:
-    """Return why a sample cannot be read, or None."""
+    """Return the reason why a sample cannot be read, or None."""
     used = [image, *(p for p in parts if p.last == "json")]
     if len(parts) > MEMBERS:
         return f"more than {MEMBERS} members"
