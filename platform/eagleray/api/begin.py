@@ -1,7 +1,7 @@
-"""Begin a run: check what can be wrong with it, and write what it begins with.
+"""Begin a run: check its recipe and data, and write the files with which it starts.
 
-That takes PyTorch, and half a gigabyte with it. On a cluster a process does it that ends then, as the command that goes
-on to wait for the run's workers shares the memory of the head with those of all other runs.
+This takes PyTorch, which needs half a gigabyte of memory. On a cluster a process that then ends does it, as the command
+waits for the run's workers afterwards and shares the head's memory with those of all other runs.
 """
 
 import json
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """A run that a command may wait for."""
+    """A run that was checked, and for whose end a command may wait."""
 
-    steps: int  # planned steps of the whole run
-    batch: int  # images of a step
-    done: bool  # whether the run had taken all its steps before
+    steps: int  # planned number of steps of the whole run
+    batch: int  # images per step
+    done: bool  # whether the run has already taken all its steps
 
 
 def begin(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
-    """Check the run of a recipe whose paths are absolute, and write what it begins with, unless it is done. `command`
-    is the user's, word by word; `insist` is as in `pretrain`. Raises UserError and Outage."""
+    """Check the run of a recipe whose paths are absolute and, unless it is done, write the files with which it starts.
+    `command` is the user's command line; `insist` is as in `pretrain`. Raises UserError and Outage."""
     from eagleray.runs.begin import begin_run, checked_plan
 
     plan = checked_plan(recipe, scanner())
@@ -47,8 +47,8 @@ def begin(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
 
 
 def begin_apart(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
-    """Do as `begin` in a process that ends, with whatever it has imported. Raises what that raises, and RuntimeError
-    when the process dies."""
+    """Do the same as `begin` in a process that then ends, to free the memory of its imports. Raises the errors of
+    `begin`, and RuntimeError when the process dies."""
     given = config.to_plain(recipe), plugins.pack(recipe.plugins), list(command), insist, console.quiet
     return child.call("eagleray.api.begin:begin_sent", *given)  # type: ignore[no-any-return]
 
@@ -56,14 +56,14 @@ def begin_apart(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begu
 def begin_sent(
     tree: dict[str, Any], packed: Mapping[str, plugins.Sources], command: Sequence[str], insist: bool, quiet: bool
 ) -> Begun:
-    """Do as `begin` for a recipe that was sent as a tree, with the sources of its plug-ins."""
+    """Do the same as `begin`, for a recipe sent as a tree and the sources of its plug-ins."""
     console.quiet = quiet
     plugins.install(packed)
     return begin(config.check(Recipe, tree, "recipe"), command, insist=insist)
 
 
 def note_choice(plan: "Plan") -> None:
-    """Write into the run folder which samples the run reads, where its recipe chooses some, for the report."""
+    """Store which samples the run reads, for the report, if its recipe selects some."""
     run, selection = run_store(plan.recipe.out), plan.stream.selection
     if selection is None or json.loads(run.get(layout.CHOICE) or "{}").get("digest") == selection.digest:
         return

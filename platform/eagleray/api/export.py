@@ -101,7 +101,7 @@ def write(
     licence: str = "",
     plugins: Sequence[str | Path] = (),
 ) -> "Written":
-    """Export as `export` does, and return what was written."""
+    """Do the same as `export`, and return what was written."""
     check_target(to)
     if destination:
         check_local("--destination", Path(destination))

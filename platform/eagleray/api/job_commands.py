@@ -1,4 +1,4 @@
-"""Pack any long command for a cluster, after checking on this machine what can be checked here."""
+"""Pack a long command for a cluster, after checking on this machine what can be checked here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from eagleray.runs.stop_request import check_hours
 
 RUNS = ("pretrain", "finetune")
 COMMANDS = (*RUNS, "tune", "evaluate", "prepare", "index")
-# Options whose values other nodes must find.
+# Options whose values are paths or URLs that other nodes must find.
 PLACES = ("train", "test", "coco", "masks", "davis", "suite", "out", "labels", "images", "columns")
 SWEEP = "sweep.yaml"
 Options = Mapping[str, Any]
@@ -22,8 +22,9 @@ Plugins = Sequence[str | Path]
 
 
 def pack(command: str, arguments: Sequence[str], options: Options, plugins: Plugins, gpus: int | None) -> JobPackage:
-    """Return the package of a command, after checking it. `arguments` and `options`, by name, are those that follow the
-    command on the command line, without plug-ins; `gpus` is the number of workers with a GPU each. Raises UserError."""
+    """Check a command on this machine, and return its package for the cluster. `arguments` are its positional
+    arguments, `options` its options by name, without those for plug-ins, and `gpus` is the number of workers, each with
+    one GPU. Raises UserError for arguments, options or paths that cannot work on the cluster."""
     if command in RUNS:
         return _run(command, arguments, options, plugins, gpus)
     if gpus and command != "evaluate":
@@ -40,7 +41,8 @@ def pack(command: str, arguments: Sequence[str], options: Options, plugins: Plug
 
 
 def limited(package: JobPackage, hours: float) -> JobPackage:
-    """Return the package of a run that ends after so many hours. Raises UserError for other commands and hours."""
+    """Return the package of a run with a limit of `hours` hours. Raises UserError when the command is not a run, or
+    `hours` is negative or NaN."""
     check_hours(hours)
     if package.command not in RUNS:
         instead = "; a sweep has sweep.hours" * (package.command == "tune")
@@ -49,14 +51,14 @@ def limited(package: JobPackage, hours: float) -> JobPackage:
 
 
 def words_of(options: Options) -> list[str]:
-    """Return options as words of a command line."""
+    """Return options as arguments of a command line."""
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     wanted = {name: value for name, value in given.items() if value is not None and value is not False}
     return [word for name, value in wanted.items() for word in ([name] if value is True else [name, str(value)])]
 
 
 def _run(command: str, arguments: Sequence[str], options: Options, plugins: Plugins, gpus: int | None) -> JobPackage:
-    """A run: its recipe with every default written out is all that it needs."""
+    """Return the package of a run. Its recipe, with every default written out, is all that it needs."""
     for word in (*words_of(options), *arguments):
         if word.startswith("--"):
             raise UserError(f"{word.partition('=')[0]}: no such option of submit {command}")
@@ -71,7 +73,7 @@ def _run(command: str, arguments: Sequence[str], options: Options, plugins: Plug
 
 
 def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
-    """A sweep: the file that is sent has its recipes in it."""
+    """Return the package of a sweep. The sweep file in it contains the sweep's recipes."""
     from eagleray.sweeps.checks import check_objective
     from eagleray.sweeps.sweep import corners, count_trials, load, recipe_of
 
@@ -83,7 +85,7 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
         where = f"alternatives.{alternative}" if alternative else name
         recipe = recipe_of(sweep, alternative, corners(branch.space)[0], where)
         job_package.check_data_places(recipe)
-    # Sent again, an interrupted one continues; a new one begins all the same.
+    # With --resume an interrupted sweep that is submitted again continues; a new sweep begins in any case.
     words = [SWEEP, *words_of({**options, "resume": True})]
     text = config.dump(sweep)
     asks = f"{count_trials(sweep)} trials of {recipe.workers} worker(s), as many at once as fit"
@@ -91,7 +93,8 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
 
 
 def _evaluate(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
-    """An evaluation: of what the nodes can reach, on workers, as the head computes nothing."""
+    """Return the package of an evaluation of a backbone that nodes can reach, with workers as the head computes
+    nothing."""
     [backbone] = _exactly(arguments, "evaluate", "BACKBONE")
     stored = not (backbone.startswith("untrained:") or is_public(backbone))
     if stored:
@@ -109,7 +112,7 @@ def _evaluate(arguments: Sequence[str], options: Options, plugins: Plugins) -> J
 
 
 def _prepare(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
-    """A data set: read and written where the nodes find it, by tasks on them."""
+    """Return the package of `prepare`: tasks read the source and write the data set where all nodes find them."""
     source, origin, destination = _exactly(arguments, "prepare", "SOURCE", "FROM", "DST")
     check_place("FROM", origin)
     check_place("DST", destination)
@@ -122,7 +125,7 @@ def _prepare(arguments: Sequence[str], options: Options, plugins: Plugins) -> Jo
 
 
 def _index(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
-    """An index of shards that are there already."""
+    """Return the package that writes the index of existing shards."""
     [url] = _exactly(arguments, "index", "URL")
     check_place("URL", url)
     words = [url, *words_of(options)]
@@ -130,7 +133,7 @@ def _index(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobP
 
 
 def _exactly(arguments: Sequence[str], command: str, *wanted: str) -> Sequence[str]:
-    """Return the arguments of a command. Raises UserError when they are more or fewer than wanted."""
+    """Return the arguments of a command. Raises UserError unless there is one for each name in `wanted`."""
     if len(arguments) != len(wanted):
         got = " ".join(arguments) or "none"
         raise UserError(f"submit {command}: expected {' '.join(wanted)} and options, got {got}")

@@ -1,4 +1,4 @@
-"""Turn the settings that a function receives into the `a.b=value` overrides that recipes and sweeps read."""
+"""Turn settings given in Python into `a.b=value` overrides, which recipes and sweeps read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -11,8 +11,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 
 def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
-    """Return `a.b=value` overrides from a mapping of dotted keys, or from a list of overrides, which is passed on as
-    it is, and from keywords that are not None. Raises UserError for anything else."""
+    """Return `a.b=value` overrides from a mapping of dotted keys, or from a list of overrides, which is kept as it is,
+    and from keywords that are not None. Raises UserError when `given` is neither."""
     if isinstance(given, Mapping):
         lines = [f"{key}={text_of(value)}" for key, value in given.items()]
     elif given is None or (isinstance(given, Sequence) and not isinstance(given, str)):
@@ -23,7 +23,7 @@ def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as YAML on one line. Reading this line gives the same value."""
+    """Return a value as one line of YAML, which gives the same value when it is read."""
     return yaml_text.dump_line(_plain(value))
 
 
@@ -36,6 +36,6 @@ def _plain(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if hasattr(value, "item"):  # a number of NumPy or PyTorch
+    if hasattr(value, "item"):  # a scalar of NumPy or PyTorch
         return value.item()
     raise UserError(f"{value!r}: expected text, a number, a path, or lists and mappings of them")

@@ -108,11 +108,11 @@ def see_through(
     insist: bool = False,
     hours: float | None = None,
 ) -> Run:
-    """Start or continue a run, show its progress, and return it when it ends or was asked to stop. `insist` and `hours`
-    are as in `pretrain`."""
+    """Start or continue a run, show its progress, and return it when it ends or was asked to stop. `name` is the
+    recipe; `insist` and `hours` are as `insist` and `max_hours` in `pretrain`."""
     check_hours(hours)
     recipe = resolve_paths(recipes.load(name, overrides, [str(p) for p in plugins]))
-    # From Python, the program's own arguments say nothing about the run.
+    # When called from Python, the arguments of the program do not describe the run, so a command is made up.
     line = sys.argv if name in sys.argv else ["eagleray", "pretrain", name, *overrides]
     out, command, time_over = recipe.out, new_command(), False
     beginning = begin_apart if recipe.is_elsewhere else begin
@@ -152,7 +152,7 @@ def run_in_world(recipe: Recipe, tracking: Tracking, stop: StopRequest) -> dict[
 
 
 def show_profile(out: str) -> None:
-    """Print the table of operations that a run has profiled, if its steps came that far."""
+    """Print the table of operations of a run with `profile`, if it has reached the profiled steps."""
     from eagleray.runs import profile
 
     table = run_store(out).fetch(layout.PROFILE) / layout.PROFILE / profile.TABLE
@@ -164,7 +164,7 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
     """Write the report of a run that has ended or was stopped, and send it to MLflow."""
     from eagleray.reports import write
 
-    if "ended" not in read_note(folder / layout.MLFLOW, tracking.uri):  # MLflow is not installed, or is away
+    if "ended" not in read_note(folder / layout.MLFLOW, tracking.uri):  # MLflow is not installed, or does not answer
         return
     with side_work("warning: no report", say):  # matplotlib may be missing
         page = Path(write.report([out])[0])
@@ -173,7 +173,7 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
 
 
 def send_rest(recipe: Recipe, folder: Path, tracking: Tracking) -> None:
-    """Send what MLflow lacks of a finished run that it knows, such as the name that its model is to have now."""
+    """Send missing data about a finished run to MLflow, if it knows the run: for example, a new name for its model."""
     fields, name = read_note(note := folder / layout.MLFLOW, tracking.uri), recipe.track.register
     if not fields or (fields.get("ended") == "FINISHED" and name in (None, fields.get("registered"))):
         return

@@ -19,7 +19,7 @@ from eagleray.storage import store
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
-PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # what is printed of a summary
+PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # needed to print a summary
 
 
 class Run:
@@ -137,7 +137,7 @@ def address(out: "str | Path | Run") -> str:
 
 
 def history(tracking: str) -> str:
-    """Return the command that opens MLflow's pages, or their address where a server already shows them."""
+    """Return the command that opens MLflow's pages, or their URL if a server shows them."""
     if not tracking.startswith("sqlite:"):
         return hide_secrets(tracking)
     here = Path(sys.executable).with_name("mlflow")

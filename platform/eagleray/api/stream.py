@@ -25,13 +25,13 @@ from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
 
-LANES = 64  # the default of recipes, where it divides the batch
-WORKERS = 4  # loader processes, where there are lanes for them
+LANES = 64  # most lanes by default: the default of recipes, if the batch is a multiple of it
+WORKERS = 4  # most loader processes by default
 
 
 @dataclass(frozen=True, config=STRICT)
 class _Given:
-    """The data as a user gives it."""
+    """The arguments on data, as given by the user."""
 
     data: Sources
     decode: Literal["full", "scaled"]

@@ -1,4 +1,4 @@
-"""Functions that autocast must leave in float32, on whatever device they run, and the dtype of what it rounds."""
+"""Run functions in float32 under autocast on any device, and tell the dtype of matrix products."""
 
 import functools
 from collections.abc import Callable
@@ -13,14 +13,13 @@ R = TypeVar("R")
 
 
 def in_float32(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of tensors: it runs without autocast, and the 16-bit ones among its positional arguments are
-    turned into float32."""
+    """Decorate a function of tensors to run without autocast, with 16-bit positional arguments turned into float32."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         [device, *_] = (x.device.type for x in args if isinstance(x, Tensor))
         wide = (x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x for x in args)
-        off = nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # meta has no autocast
+        off = nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # no autocast on meta
         with off:
             return function(*wide, **kwargs)  # type: ignore[arg-type]
 
@@ -28,7 +27,7 @@ def in_float32(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's where it is on."""
+    """Return the dtype of matrix products with x: autocast's if autocast is on, otherwise that of x."""
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else x.dtype

@@ -1,4 +1,4 @@
-"""Runs helper processes that neither die of a signal which their parent only notes, nor outlive their parent."""
+"""Runs helper processes that survive signals meant for their parent, and end when their parent has ended."""
 
 import importlib
 import os
@@ -15,10 +15,10 @@ from typing import Any
 from eagleray.base.contexts import on_error
 from eagleray.base.errors import Outage, UserError
 
-STOPS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, `timeout` and Slurm send them to a whole process group
+STOPS = (signal.SIGINT, signal.SIGTERM)  # sent to a whole process group by Ctrl-C, `timeout` and Slurm
 PYTHON = (sys.executable, "-c")
 
-# The beginning of a program: a thread ends the process once its parent, whose number is the first argument, has gone.
+# The beginning of a program: a thread kills the process when its parent, whose id is the first argument, has ended.
 WATCH = """
 def _watch():
     import os, signal, sys, threading, time
@@ -33,8 +33,8 @@ _watch()
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does, in a group of its own and deaf to the signals that ask to stop. It is
-    killed when this process stops to wait for it."""
+    """Run a command as `subprocess.run` does, in a process group of its own and with SIGINT and SIGTERM blocked. The
+    command is killed when this process stops waiting for it."""
     with without_stop_signals():
         process = subprocess.Popen(command, process_group=0, **_pipes(options))
     with process, on_error(process.kill):
@@ -48,13 +48,13 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[A
 def run_python(
     code: str, arguments: Sequence[str], python: Sequence[str] = PYTHON, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a program of Python with its arguments in a new process, which also ends when this one dies."""
+    """Run a Python program with arguments in a new process, which also ends when this process dies."""
     return run([*python, WATCH + code, str(os.getpid()), *arguments], **options)
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Return what a function, `module:name`, returns in a process that ends then, with whatever it has imported. Raises
-    the UserError, Outage or RuntimeError that the function raises, and RuntimeError when the process dies."""
+    """Return what a function, given as `module:name`, returns in a process that then ends, to free what it imports.
+    Raises the UserError, Outage or RuntimeError that the function raises, and RuntimeError when the process dies."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer"
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -69,28 +69,28 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 def serve() -> None:
-    """Call the function that comes as input, and write the answer to the file that the arguments name."""
+    """Call the function that is pickled on standard input, and write the answer to the file in the first argument."""
     path = Path(sys.argv[1])
-    function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # the command is that of the user
+    function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # with the user's command line
     module, _, name = function.partition(":")
     answer: tuple[Any, Exception | None]
     try:
         answer = getattr(importlib.import_module(module), name)(*arguments), None
-    except (UserError, Outage, RuntimeError) as e:  # others are mistakes of ours, with a traceback here
+    except (UserError, Outage, RuntimeError) as e:  # other errors are bugs and print a traceback
         answer = None, e
     path.write_bytes(pickle.dumps(answer))
 
 
 def words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why a process failed: the last line of its errors. A signal leaves none."""
+    """Return why a process failed: the last line of its standard error, or its status if there is none."""
     said = done.stderr.strip().splitlines() if done.returncode > 0 else []
     return said[-1] if said else f"its process ended with status {done.returncode}"
 
 
 @contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """A context in which this thread holds back the signals that ask to stop. The processes that it starts hold them
-    back for good, from their first moment on."""
+    """A context in which this thread blocks SIGINT and SIGTERM. Processes that it starts have them blocked for good,
+    from the beginning on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -99,7 +99,7 @@ def without_stop_signals() -> Iterator[None]:
 
 
 def _pipes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `subprocess.Popen` for those of `run`, which always returns output and errors."""
+    """Return the options of `subprocess.Popen` for those of `run`, which captures output and errors by default."""
     given = {k: v for k, v in options.items() if k not in ("input", "timeout", "check")}
     pipes = {"stdin": subprocess.PIPE if "input" in options else subprocess.DEVNULL}
     return pipes | {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | given

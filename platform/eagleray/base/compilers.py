@@ -1,4 +1,4 @@
-"""What a machine needs to compile code for its devices while a run goes on, and whether it has that."""
+"""Find out whether a machine has what it needs to compile code for its devices during a run."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from eagleray.base.devices import is_accelerator
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks for a device: a C++ compiler for a CPU, Triton and a C compiler for others."""
+    """Return what torch.compile lacks for a device, or None: a C++ compiler for a CPU, else Triton or a C compiler."""
     if not is_accelerator(device):
         compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
         return None if any(map(shutil.which, compilers)) else "a C++ compiler (" + " or ".join(compilers) + ")"

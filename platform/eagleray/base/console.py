@@ -1,4 +1,4 @@
-"""Prints the messages of commands and asks running work to stop at a signal."""
+"""Prints the messages of commands, and asks running work to stop at a signal."""
 
 import importlib.util
 import re
@@ -15,12 +15,13 @@ from rich.text import Text
 from eagleray.base.contexts import replaced
 from eagleray.base.errors import hide_secrets
 
-# C0 and C1 without tab and line end, what reverses the direction of text, and halves of characters.
+# Control characters (C0 and C1) without tab and line feed, characters that reverse the direction of text, and
+# surrogates.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class SafeConsole(Console):
-    """A console that shows the control characters of texts, which come from file names and recipes, and obeys none."""
+    """A console that shows control characters, which may come from file names and recipes, instead of obeying them."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         return super().render_str(visible(text), **options)
@@ -30,32 +31,32 @@ out = SafeConsole(highlight=False, soft_wrap=True)
 
 
 def say(line: str) -> None:
-    """Print a line of a text as it is."""
+    """Print a line as it is, without interpreting markup."""
     out.print(line, markup=False)
 
 
 def say_loading() -> None:
-    """Print a line before PyTorch is imported, which takes seconds, unless it is there already."""
+    """Print a line before PyTorch is imported, which takes seconds, unless it has been imported."""
     if "torch" not in sys.modules:
         say("loading PyTorch")
 
 
 def silence(quiet: bool) -> AbstractContextManager[None]:
-    """Suppress all console output in a block if `quiet`, which commands set when they print JSON for a program."""
+    """A context without console output if `quiet`, which commands set when they print JSON for a program."""
     return replaced(out, "quiet", quiet)
 
 
 @contextmanager
 def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
-    """Call `ask` and print a message at the first SIGTERM or Ctrl-C; a second Ctrl-C ends the process at once."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's alone
+    """A context that calls `ask` and prints a message at SIGTERM or Ctrl-C. A second Ctrl-C ends the process."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     asked = False
 
     def stop(number: int, frame: Any) -> None:
         nonlocal asked
-        if asked:  # a terminal's Ctrl-C and a parent's SIGTERM ask the same
+        if asked:  # for example, a parent's SIGTERM after a terminal's Ctrl-C
             return
         asked = True
         ask()
@@ -71,17 +72,16 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
 
 
 def shows_live(console: Console) -> bool:
-    """Return whether a console can redraw what it shows: a terminal, or a notebook that has ipywidgets."""
+    """Return whether a console can redraw its output: a terminal can, and a notebook with ipywidgets."""
     return console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
 
 
 def print_error(message: str) -> None:
-    """Print an error as one line to standard error, without secrets, and without what a terminal would obey."""
+    """Print an error as one line to standard error, without secrets, and with control characters escaped."""
     sys.stdout.flush()
     print(f"error: {visible(hide_secrets(message))}", file=sys.stderr)
 
 
 def visible(text: str) -> str:
-    """Return a text with its control characters, such as the escapes of a terminal, written as \\x1b; blanks and line
-    ends stay."""
+    """Return a text with control characters, such as terminal escapes, written as \\x1b. Tabs and line feeds stay."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""Contexts that undo something when they are left."""
+"""Contexts that undo something at their end."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """A context that calls a function when it is left by an error, which is raised on."""
+    """A context that calls `undo` when an error leaves it. The error is raised again."""
     try:
         yield
     except BaseException:
@@ -17,7 +17,7 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """A context in which an attribute of an object has another value."""
+    """A context in which the attribute `name` of an object has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,5 +1,4 @@
-"""The CPUs that this process was given of a machine's, as a task or rank on Ray is; processes that it starts share
-them."""
+"""The number of CPUs that this process may use, such as those of a task or rank on Ray. Child processes inherit it."""
 
 import os
 
@@ -7,13 +6,13 @@ NAME = "EAGLERAY_CPUS"
 
 
 def give_cpus(count: float) -> None:
-    """Let this process and those that it starts use so many CPUs."""
+    """Limit this process and the processes that it starts to `count` CPUs."""
     os.environ[NAME] = f"{count:g}"
 
 
 def cpus() -> float:
-    """Return how many CPUs this process may use: those that it was given, or else the machine's, of which each rank
-    that torchrun started on it has its share."""
+    """Return how many CPUs this process may use: the number from `give_cpus` or, without one, those of the machine,
+    divided by the number of ranks that torchrun has started on it."""
     if NAME in os.environ:
         return float(os.environ[NAME])
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

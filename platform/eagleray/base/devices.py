@@ -1,7 +1,7 @@
-"""The accelerator of this process, whichever maker it is from: NVIDIA, AMD, Intel, Apple or another that PyTorch knows.
+"""The accelerator of this process, of any maker: NVIDIA, AMD, Intel, Apple or another that PyTorch supports.
 
-The rest of the code asks these functions, and uses `torch.Stream`, `torch.Event` and `torch.accelerator`, instead of
-`torch.cuda`. Code that runs on CUDA alone says so where it asks.
+Other modules use these functions, `torch.Stream`, `torch.Event` and `torch.accelerator` instead of `torch.cuda`. Code
+that runs only on CUDA says so at its check.
 """
 
 import sys
@@ -15,7 +15,7 @@ from eagleray.base.contexts import replaced
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
-WIDE_SUMS = {"cuda"}  # devices, of NVIDIA and AMD, that multiply 16-bit matrices into float32 ones in one operation
+WIDE_SUMS = {"cuda"}  # device types (NVIDIA and AMD) that multiply 16-bit matrices into float32 in one operation
 _pretending = False
 
 
@@ -25,14 +25,14 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def has_wide_sums(device: torch.device) -> bool:
-    """Return whether `torch.mm` and `torch.addmm` have an `out_dtype` on a device."""
+    """Return whether `torch.mm` and `torch.addmm` accept `out_dtype` on a device."""
     return _kind(device) in WIDE_SUMS
 
 
 def pretending() -> AbstractContextManager[None]:
-    """A context in which the CPU is taken for an accelerator by all code that asks, for traces of tensors that have no
-    values: PyTorch gives no other device to such tensors on a machine that lacks it."""
-    return replaced(sys.modules[__name__], "_pretending", True)  # a process traces one step at a time
+    """A context in which functions here take the CPU for an accelerator, to trace steps with tensors that have no
+    values: on a machine without the accelerator, PyTorch creates such tensors only on the CPU."""
+    return replaced(sys.modules[__name__], "_pretending", True)  # a global, as a process traces one step at a time
 
 
 def _kind(device: torch.device) -> str:
@@ -40,24 +40,23 @@ def _kind(device: torch.device) -> str:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device copies from pinned memory while it computes. Apple's has one stream and the host's
-    memory."""
+    """Return whether a device copies from pinned memory during computation. Apple's has one stream and host memory."""
     return is_accelerator(device) and device.type != "mps"
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64, which Apple's and some of Intel's do not."""
+    """Return whether a device computes in float64. Apple's and some of Intel's do not."""
     return device.type != "mps" and (device.type != "xpu" or bool(torch.xpu.get_device_properties(device).has_fp64))
 
 
 def current() -> torch.device:
-    """Return the accelerator that this process uses, or the CPU where there is none."""
+    """Return the accelerator that this process uses, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else CPU
 
 
 def name(device: torch.device) -> str:
-    """Return a device's name as its maker gives it, or its type where PyTorch has no name for it."""
+    """Return a device's name as its maker gives it, or its type if PyTorch has no name for it."""
     described = getattr(torch.get_device_module(device), "get_device_name", None) if is_accelerator(device) else None
     return str(described(device)) if described else device.type
 
@@ -75,19 +74,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_size(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator's memory, or None for a CPU and for an accelerator that does not tell."""
+    """Return the bytes of an accelerator's memory, or None for a CPU, or if PyTorch cannot tell."""
     return _if_told(lambda: int(torch.accelerator.get_memory_info(device)[1])) if is_accelerator(device) else None
 
 
 def memory_peak(device: torch.device) -> float | None:
-    """Return the most memory in GiB that tensors of this process took on an accelerator so far, or None where the
-    accelerator does not count it."""
+    """Return the peak memory in GiB of this process's tensors on an accelerator, or None if PyTorch cannot tell."""
     return _if_told(lambda: torch.accelerator.max_memory_allocated(device) / 2**30)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context in which PyTorch computes on one thread, as in a loader process."""
+    """A context in which PyTorch computes on one thread, as in a process that loads data."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,5 +97,5 @@ def one_thread() -> Iterator[None]:
 def _if_told(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
-    except (AttributeError, RuntimeError, NotImplementedError):  # PyTorch does not know it of every device
+    except (AttributeError, RuntimeError, NotImplementedError):  # PyTorch cannot tell for every device
         return None

@@ -1,8 +1,8 @@
-"""Sums, gathers and exchanges tensors between the ranks of a run, and tells their rows apart.
+"""Sum, gather and exchange tensors between the ranks of a run, and find a rank's own rows.
 
-Ranks may have different numbers of rows; an argument `rows` holds the number of rows of every rank, in rank order. On a
-single process each operation returns its input. The rows of a tensor may be divided among the ranks (FSDP2); one that
-is not is its own share, so the functions for such tensors also take plain ones.
+Ranks may have different numbers of rows; an argument `rows` has the number of rows of every rank, in rank order. In a
+single process each operation returns its input. A tensor's rows may be divided among the ranks (FSDP2). Functions for
+such tensors also take plain ones, which count as their own share.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,19 +16,19 @@ from torch import Tensor
 from eagleray.base.errors import Outage, UserError
 
 T = TypeVar("T")
-_limit: timedelta | None = None  # a rank waits for the others so long; None: PyTorch's limit
+_limit: timedelta | None = None  # timeout of collective operations; None: PyTorch's default
 
 
 def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
-    """Form the process group of this process, in which a rank waits for the others until the limit."""
+    """Form the process group of this process. `limit` is the timeout of its collective operations."""
     global _limit  # a process has one group, and so one limit
     _limit = limit
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit, **where)
 
 
 def host_group() -> Any:
-    """Return a new group of all ranks for data on the host, with the limit of the group that there is. Called by all
-    ranks together."""
+    """Return a new group of all ranks for data on the host, with the timeout of the default group. Called by all ranks
+    together."""
     return dist.new_group(backend="gloo", timeout=_limit)
 
 
@@ -48,7 +48,7 @@ def offset(rows: Sequence[int]) -> int:
 
 
 def own(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return this rank's rows of a tensor with the rows of all ranks, such as one that each rank has drawn alike."""
+    """Return this rank's rows of a tensor (sum of rows, ...), such as one that each rank draws with the same seed."""
     return x[offset(rows) :][: rows[rank()]]
 
 
@@ -67,7 +67,7 @@ def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def gather_together(columns: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return what `gather` returns for each of several tensors (B, ...), in one exchange of their bytes."""
+    """Return the result of `gather` for each of several tensors (B, ...), with one exchange of their bytes."""
     if size() == 1:
         return [x.detach() for x in columns]
     flat = [x.detach().contiguous().view(len(x), -1).view(torch.uint8) for x in columns]
@@ -95,7 +95,7 @@ class _Total(torch.autograd.Function):
 
 
 def total_with_grad(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks; its gradient is that of the sum of the losses of all ranks."""
+    """Sum a tensor over all ranks. The gradient is that of the sum of all ranks' losses."""
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
@@ -113,8 +113,8 @@ class _TotalOfSameLoss(torch.autograd.Function):
 def total_of_same_loss(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Sum a tensor over all ranks, each of which computes the same loss from the sum.
 
-    The gradient is that of `total_with_grad`, without an exchange: the gradients of all ranks are the same but for the
-    weights of their losses, which are proportional to their rows.
+    The gradient is that of `total_with_grad`, but needs no exchange. The gradients of ranks differ only by the weights
+    of their losses, which are proportional to their numbers of rows.
     """
     share = rows[rank()] / sum(rows)
     return _TotalOfSameLoss.apply(x, share) if size() > 1 else x  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def gather_objects(x: Any) -> list[Any]:
-    """Return the objects of all ranks, in rank order, on every rank; they are pickled, so keep them small and rare."""
+    """Return the objects of all ranks, in rank order, on every rank. They are pickled, so keep them small and rare."""
     if size() == 1:
         return [x]
     out: list[Any] = [None] * size()
@@ -150,7 +150,7 @@ def gather_objects(x: Any) -> list[Any]:
 
 
 def gather_at_zero(x: T) -> list[T] | None:
-    """Return the objects of all ranks, in rank order, on rank 0, and None on the others."""
+    """Return the objects of all ranks, in rank order, on rank 0, and None on other ranks."""
     if size() == 1:
         return [x]
     out: list[Any] | None = [None] * size() if rank() == 0 else None
@@ -159,10 +159,10 @@ def gather_at_zero(x: T) -> list[T] | None:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Return the result of a computation in which no rank waits for another one.
+    """Return the result of `work`, during which no rank may wait for another one.
 
-    If it fails on one rank, it fails on all, so that no rank goes on to wait for one that has given up. Raises the
-    error of this rank, or RuntimeError with the message of the first rank that failed."""
+    If it fails on one rank, it fails on all, so that no rank waits later for one that has failed. Raises the error of
+    this rank, or RuntimeError with the message of the first rank that failed."""
     if size() == 1:
         return work()
     result, error = _attempt(work)
@@ -176,8 +176,8 @@ def together(work: Callable[[], T]) -> T:
 
 
 def from_rank_zero(get: Callable[[], T]) -> T:
-    """Return on all ranks what a function returns on rank 0, the only one to call it. Raises on all ranks the UserError
-    or Outage that it raises there, and RuntimeError on the others for any other error. Called by all ranks together."""
+    """Return, on all ranks, what `get` returns on rank 0, the only rank to call it. A UserError or Outage is raised on
+    all ranks; any other error is raised on rank 0, and as RuntimeError on other ranks. Called by all ranks together."""
     if size() == 1:
         return get()
     result, error = _attempt(get) if rank() == 0 else (None, None)
@@ -190,7 +190,7 @@ def from_rank_zero(get: Callable[[], T]) -> T:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of a computation, or the error by which it failed."""
+    """Return the result of `work` and None, or None and the error with which it failed."""
     try:
         return work(), None
     except Exception as e:
@@ -202,15 +202,14 @@ def _words(error: Exception | None) -> str:
 
 
 def tell(message: str) -> None:
-    """Let all ranks know something, also those that wait for their data and take part in no exchange. They find it
-    with `told`."""
+    """Leave a message for all ranks, which `told` finds. It needs no exchange, so ranks may be waiting for data."""
     if size() > 1:
         _keys().set(message, "1")
 
 
 def told(message: str) -> bool:
-    """Return whether some rank has called `tell` with this message. It asks the key-value store with which the process
-    group was made, in the memory of rank 0."""
+    """Return whether any rank has called `tell` with this message. Asks the key-value store of the process group, which
+    is in rank 0's memory."""
     return size() > 1 and bool(_keys().check([message]))
 
 
@@ -219,13 +218,13 @@ def _keys() -> dist.Store:
 
 
 def sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which each rank holds some rows."""
+    """Return whether a tensor is a DTensor, of which each rank has some rows."""
     return hasattr(tensor, "to_local")  # importing torch.distributed.tensor takes a second
 
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's rows of each tensor, in the same memory."""
+    """Return this rank's rows of each tensor, as views of the same memory."""
     tensors = list(tensors)
     return [t.to_local() for t in tensors] if tensors and sharded(tensors[0]) else tensors  # type: ignore[attr-defined]
 
@@ -234,7 +233,7 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def norms(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
     """Return the norm of each tensor (P,), over the rows of all ranks.
 
-    `split` says whether plain tensors are the rows of this rank alone; None: tensors are split where they are DTensors.
+    `split` says whether plain tensors are only this rank's rows. None: only DTensors are split.
     """
     split = sharded(tensors[0]) if split is None else split
     out = torch.stack(torch._foreach_norm(local(tensors)))
@@ -242,6 +241,6 @@ def norms(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
 
 
 def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return the rows of a whole tensor that FSDP2 gives to a rank: equal parts, of which the last may be empty."""
+    """Return the rows of a whole tensor that FSDP2 gives to a rank: equal parts; the last may be smaller or empty."""
     rows = -(-len(whole) // ranks)
     return whole[rank * rows : (rank + 1) * rows]

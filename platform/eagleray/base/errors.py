@@ -1,4 +1,4 @@
-"""Exceptions that are meant for a person, each with a message of one line."""
+"""Exceptions with a message of one line for the user, and functions that reword or redact messages."""
 
 import contextlib
 import re
@@ -26,30 +26,31 @@ class Outage(RuntimeError):
 
 
 class Superseded(Outage):
-    """Another process has taken over what this one was writing, which must not write there any more."""
+    """Another process has taken over the files that this one was writing. This one must not write them any more."""
 
 
 class Preempted(RuntimeError):
-    """A machine is about to be taken away or added, and the run has been saved."""
+    """A machine is about to be taken away or added, and the run has saved a checkpoint."""
 
 
 class Futile(RuntimeError):
-    """Workers were started again and again without any progress."""
+    """Workers were restarted again and again without any progress."""
 
 
 @contextlib.contextmanager
 def named(key: str, hint: str = "") -> Iterator[None]:
-    """A context in which the line of a UserError begins with the key that it is about, and ends with a hint."""
+    """A context that makes the message of a UserError begin with the key that it is about, and end with a hint."""
     try:
         yield
     except UserError as e:
         raise UserError(f"{key}: {e}{hint}") from None
 
 
-# A user and a password before a host. AWS keys have slashes, passwords may have anything; a number is a port.
+# A user and a password before a host. AWS keys have slashes, passwords any characters; digits after the colon may be a
+# port.
 USER = r"[^\s/@:]*:(?!\d+(?:[/?#\s]|$))"
 LOGIN = re.compile(rf"(?<=://)(?:{USER}\S{{0,400}}@|[^/\s]{{0,400}}@|{USER}[^@\n]{{0,80}}@)")
-# Parameters of URLs, also of signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
+# Parameters of URLs, including signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
 KEYS = r"api[_-]?key|(?:access|account|storage)[_-]?key(?:[_-]?id)?|accesskeyid"
 WORDS = rf"password|passwd|pwd|passphrase|secret|signature|credential|{KEYS}"
 PARAMETER = re.compile(
@@ -64,7 +65,7 @@ def hide_secrets(text: str) -> str:
 
 
 def has_secrets(text: str) -> bool:
-    """Return whether a text contains what `hide_secrets` removes."""
+    """Return whether a text contains anything that `hide_secrets` removes."""
     return hide_secrets(text) != text
 
 
@@ -72,21 +73,21 @@ def has_secrets(text: str) -> bool:
 def explained(
     message: str, *kinds: type[Exception], why: bool = True, error: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Turn errors of these kinds in this block into UserError, or another `error`: the message and, where it does not
-    say `why` itself, a colon and the error in one line. A UserError passes as it is."""
+    """A context that turns errors of these kinds into a UserError or other `error`: `message`, followed with `why` by a
+    colon and the original error in one line. A UserError passes unchanged."""
     try:
         yield
     except UserError:
         raise
     except kinds as e:
-        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # the message names the file already
+        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # `message` names the file
         said += " is missing" * isinstance(e, KeyError)
         raise error(f"{message}: {said}" if why else message) from None
 
 
 @contextlib.contextmanager
 def reworded(*words: tuple[str, str]) -> Iterator[None]:
-    """A context in which the line of a UserError has other words: each first text of a pair becomes the second."""
+    """A context that rewords the message of a UserError: the first text of each pair is replaced by the second."""
     try:
         yield
     except UserError as e:
@@ -97,7 +98,8 @@ def reworded(*words: tuple[str, str]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line without secrets, with the cause that a message of urllib3 hides."""
+    """Return an error as one line without secrets: the cause that a message of urllib3 wraps, if there is one.
+    Otherwise it is the first 300 characters of the message."""
     text = hide_secrets(" ".join(str(error).split()))
     cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # urllib3 wraps it in three lines
     return cause[1] if cause else text[:300]

@@ -20,21 +20,21 @@ from eagleray.base.contexts import on_error
 from eagleray.base.errors import Busy, UserError, explained
 
 log = logging.getLogger(__name__)
-LARGE = 2**53  # whole numbers from here on are not counted up to
-# What reading the fields of a stranger's JSON may raise.
+LARGE = 2**53  # integers from here on are not exact in float64, and are taken for no number
+# Errors that reading the fields of untrusted JSON may raise.
 NO_JSON = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
-LOCK = ".lock"  # the file of a folder that its writing process locks
+LOCK = ".lock"  # file in a folder that the writing process locks
 LATE = "%s: %s; new lines are kept in memory until there is room"
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path that becomes `path` when the block ends, so that readers never see half a file.
+    """A context with a temporary path that is renamed to `path` at its end, so that readers never see half a file.
 
-    If the block raises, `path` stays as it was. `part` sets the temporary path, for callers to whom its name matters;
-    it must be on the same file system as `path`.
+    After an error, `path` is unchanged. `part` sets the temporary path, if its name matters to the caller; it must be
+    on the same file system as `path`.
     """
-    # No two writers share it, also not threads, or processes of two machines that have the same number.
+    # A random name, as threads, and processes of two machines with the same id, must not share it.
     part = part or path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield part
@@ -45,9 +45,9 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def durable_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path as `atomic_path` does, and flush the file and its name to the disk when the block ends.
+    """A context as `atomic_path`, which also flushes the file and its name to the disk at its end.
 
-    It is for files that nothing compares with a checksum: a power loss could leave the name with other content."""
+    It is for files without a checksum: otherwise a power loss could leave the name with other content."""
     with atomic_path(path, part=part) as temporary:
         yield temporary
         sync_file(temporary)
@@ -55,9 +55,9 @@ def durable_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a small file and flush it and its folder to the disk, so that readers see the old content or the new, also
-    after a power loss."""
-    # One name for all writers: the next one overwrites what a killed one left.
+    """Write a small file and flush it and its folder to the disk: readers see the old or new content, even after a
+    power loss."""
+    # All writers use one name, so the next one overwrites the part file of a killed one.
     with atomic_path(path, part=path.with_name(f".{path.name}.part")) as part, part.open("wb") as f:
         f.write(content.encode() if isinstance(content, str) else content)
         f.flush()
@@ -66,23 +66,23 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def writing(name: str) -> contextlib.AbstractContextManager[None]:
-    """Turn an error of the file system in a block into UserError, which says that `name` cannot be written."""
+    """A context that turns an OSError into a UserError, which says that `name` cannot be written."""
     return explained(f"{name}: cannot be written", OSError)
 
 
 def check_local(option: str, path: Path) -> None:
-    """Raise UserError for a URL, whose scheme would become a folder here."""
+    """Raises UserError for a URL, which would otherwise become a folder named after its scheme."""
     if url := re.fullmatch(r"(\w+):/+(.*)", str(path)):
         raise UserError(f"{option} {url[1]}://{url[2]}: expected a path of this machine, not a URL")
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk: what was renamed or created in it is still there after a power loss."""
+    """Flush the names in a folder to the disk, so that renamed or created files are still there after a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as e:
-        if e.errno != errno.EINVAL:  # some file systems cannot, and keep names as they can
+        if e.errno != errno.EINVAL:  # some file systems cannot flush names
             raise
     finally:
         os.close(descriptor)
@@ -95,7 +95,7 @@ def sync_file(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, and flush their names to the disk."""
+    """Create a folder and its missing parents, and flush their names to the disk."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for created in missing:
@@ -107,22 +107,21 @@ def cache_folder(name: str) -> Path:
 
     All of its content can be recreated, so it is safe to delete.
     """
-    return Unix("eagleray").user_cache_path / name  # the same folders on every system
+    return Unix("eagleray").user_cache_path / name  # the same path on every system
 
 
 class JsonLines:
     """Appends records to a file such as `metrics.jsonl`, one JSON object per line.
 
-    The file is opened for each call. Records that do not fit on a full disk are kept and written with later ones, or by
-    a call without any."""
+    The file is opened for each call. Records for which a full disk has no room are kept in memory, and written by a
+    later call, which may have no records."""
 
     def __init__(self, path: Path, *, step: int | None = None, lines: int | None = None) -> None:
-        """Continue a file; after a step or after so many `lines`, if one is given: later lines are dropped, as their
-        steps will be repeated."""
+        """Continue a file. Lines after `step`, or after so many `lines`, are dropped: their steps will be repeated."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
-        self.count = lines or 0  # counts records only where `lines` says how many there were
-        # As `append_lines` wrote them: what is kept of the file has the same bytes as before.
+        self.count = lines or 0  # records in the file, if `lines` gives their number at the start
+        # Written as by `append_lines`, so that the bytes of the lines that stay do not change.
         if step is not None:
             write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))
         if lines is not None:
@@ -144,34 +143,34 @@ class JsonLines:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read a file of the steps of a run, such as `metrics.jsonl`, and skip what is no record of a step."""
+    """Read the records of a run's steps from a file such as `metrics.jsonl`. Other lines are skipped."""
     return history(read_lines(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl, whose values are numbers, and leave out what is none."""
+    """Read metrics.jsonl, whose values are numbers. Other values are left out."""
     return [{k: v for k, v in r.items() if is_number(v)} for r in read_history(path)]
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of a JSON file is a number that arrays can hold; it may be NaN."""
+    """Return whether a JSON value is a number that arrays can hold, which may be NaN."""
     return type(value) is float or (type(value) is int and abs(value) < LARGE)
 
 
 def history(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records that tell their step."""
+    """Return the records that have a valid step."""
     return [r for r in records if type(r.get("step")) is int and 0 <= r["step"] < LARGE]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file with a JSON object on each line, and skip lines that a killed writer left half written."""
-    # splitlines would also split at other characters, which a text may contain.
+    """Read a file with a JSON object on each line. Lines that a killed writer left incomplete are skipped."""
+    # splitlines would also split at other characters, such as U+2028, which a text may contain.
     return parse_lines(path.read_text(errors="replace").split("\n")[:-1]) if path.exists() else []
 
 
 def parse_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects of lines. Lines that a killed writer left half written are skipped, and so is other JSON,
-    such as a number or lists in lists beyond what Python parses."""
+    """Return the JSON objects in lines. Skips lines that a killed writer left incomplete, and other JSON, such as a
+    number or lists nested more deeply than Python parses."""
     records = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -182,17 +181,17 @@ def parse_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 class Tail:
-    """Reads the complete lines that are appended to a file, each once, whatever the file's size."""
+    """Reads the complete lines that are appended to a file, each once, at a cost that does not grow with the file."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
-        """`whole` begins with the lines that the file has already."""
+        """With `whole`, the lines that the file already has are read too."""
         self.path = path
         self.offset = path.stat().st_size if path.exists() and not whole else 0
 
     def lines(self) -> list[str]:
         """Return the lines that were completed since the last call.
 
-        A file that became shorter, as a run that goes back to a checkpoint drops lines, is followed from its new end.
+        If the file became shorter, as when a run returns to a checkpoint and drops lines, continues from its new end.
         """
         if not self.path.exists():
             return []
@@ -206,9 +205,9 @@ class Tail:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append objects to a file, each on a line of its own, also after a line that was left half written.
+    """Append objects to a file, each on its own line, also after an incomplete line.
 
-    Raises OSError, with the file as it was, when they do not fit on the disk."""
+    Raises OSError, and leaves the file unchanged, when the disk has no room for them."""
     data = _as_lines(records)
     with path.open("a+b", buffering=0) as f:
         size = f.tell()
@@ -227,17 +226,17 @@ def _as_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which is created if it is missing, while the block runs."""
+    """A context in which this process holds an exclusive lock on a file, which is created if it is missing."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: str = "") -> IO[str]:
-    """Lock a folder, by the file of this name in it, until the returned file is closed.
+    """Lock a folder, by the file `name` in it, until the returned file is closed.
 
     Raises Busy when another process still holds the lock after `patience` seconds, and UserError when the file system
-    has no locks. `note` is written into the file, for those to read.
+    has no locks. `note` is written into the file; the message of Busy shows it.
     """
     file = (folder / name).open("a+")
     end = time.monotonic() + patience
@@ -254,7 +253,7 @@ def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: 
 
 
 def _locked(file: IO[str], kind: int) -> bool:
-    """Return whether this process has got a lock on a file. Raises UserError where the file system has none."""
+    """Return whether this process has got a lock of this `kind`. Raises UserError if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,7 +269,7 @@ def _locked(file: IO[str], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file, such as that of a folder."""
+    """Return whether a process holds the lock on a file, such as that of a folder."""
     if not path.exists():
         return False
     with path.open() as file:

@@ -1,7 +1,7 @@
-"""The server that loader processes are forked from.
+"""The server from which loader processes are forked.
 
-It has imported what they need and has no threads: in a process that is forked while another thread holds a lock, that
-lock is held for good.
+It has imported their modules and has no threads: if another thread held a lock at the time of a fork, the lock would
+stay locked in the new process for ever.
 """
 
 import itertools
@@ -17,16 +17,15 @@ from eagleray.base import child
 from eagleray.base.contexts import replaced
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
-# Slurm, `timeout` and Ctrl-C send their signals to the group of the command, which first saves what was trained.
+# The server gets a process group of its own: Slurm, `timeout` and Ctrl-C signal the command's, which saves first.
 APART = f"import os, signal; os.setpgid(0, 0); signal.pthread_sigmask(signal.SIG_UNBLOCK, {[*map(int, child.STOPS)]}); "
 _starting = threading.Lock()
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def start(modules: Sequence[str]) -> None:
-    """Start the server unless it runs, without waiting until it has imported these modules, of which some may be
-    missing."""
-    if _server._preload_modules == ["__main__"]:  # Python's own choice, so nobody else uses the server
+    """Start the server unless it runs, without waiting until it has imported `modules`, if they exist."""
+    if _server._preload_modules == ["__main__"]:  # Python's default, so nobody else has set up the server
         CONTEXT.set_forkserver_preload(list(modules))
     _start(util.spawnv_passfds)  # type: ignore[attr-defined]
 
@@ -34,31 +33,31 @@ def start(modules: Sequence[str]) -> None:
 def start_here() -> None:
     """Fork the server from this process, unless it runs. This process must have no threads.
 
-    Processes that are forked from this one use the same server, and share the memory of what is imported."""
+    Processes forked from this one use the same server, and share the memory of imported modules."""
     CONTEXT.set_forkserver_preload([])
     vars(_server).pop("ensure_running", None)
     _start(_fork)
-    # A forked process cannot ask whether the server has ended, which is no child of its own.
+    # A forked process cannot check the server, which is not its child, so this check is left out there.
     vars(_server)["ensure_running"] = resource_tracker.ensure_running
 
 
 def _start(execute: Callable[[Any, Sequence[str], Sequence[int]], int]) -> None:
-    """Start the server, in a group of processes of its own, by a function that executes its command line."""
+    """Start the server in a process group of its own. `execute` runs its command line."""
 
     def apart(python: Any, command: Sequence[str], descriptors: Sequence[int]) -> int:
-        # Python 3.11 hands the server no path; without it a package that is not installed would not be imported.
+        # Python 3.11 does not pass sys.path to the server, which could not import a package that is not installed.
         path = f"import sys; sys.path[:] = {sys.path}; "
         return execute(python, [*command[:-1], APART + path + command[-1]], descriptors)
 
     with _starting:
-        resource_tracker.ensure_running()  # first, as it lets signals through that are held back
+        resource_tracker.ensure_running()  # before the signals are blocked, as it unblocks them
         with replaced(util, "spawnv_passfds", apart), child.without_stop_signals():
             _server.ensure_running()
 
 
 def _fork(_: Any, command: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Run a command line of Python, whose last word is the program, in a fork of this process that has only these
-    descriptors."""
+    """Run a Python command line, whose last word is the program, in a fork of this process. Only the file descriptors
+    given and stderr stay open."""
     if process := os.fork():
         return process
     try:

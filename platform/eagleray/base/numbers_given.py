@@ -1,13 +1,13 @@
-"""Check numbers that a caller in Python gives, as the command line checks its own."""
+"""Check numbers from callers in Python, as the command line checks its own."""
 
-from numbers import Integral, Real  # also those of NumPy
+from numbers import Integral, Real  # NumPy's numbers too
 from typing import Any
 
 from eagleray.base.errors import UserError
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Return a whole number within bounds. Raises UserError, which names the argument, for anything else."""
+    """Return `value` as an int. Raises UserError, which names the argument, unless it is whole and within bounds."""
     if not isinstance(value, Integral):
         raise UserError(f"{name}={value!r}: expected a whole number")
     number = int(value)
@@ -18,7 +18,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number above 0, up to 1. Raises UserError, which names the argument, for anything else."""
+    """Return `value` as a float. Raises UserError, which names the argument, unless it is above 0 and at most 1."""
     if not (isinstance(value, Real) and 0 < float(value) <= 1):
         raise UserError(f"{name}={value!r}: expected a number above 0, up to 1")
     return float(value)

@@ -11,17 +11,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from eagleray.base.console import out, shows_live
 
 T = TypeVar("T")
-PHASE_LINES = 10  # lines per phase
-SHORT = 2.0  # seconds of a phase of which no lines are printed
+PHASE_LINES = 10  # largest number of lines per phase
+SHORT = 2.0  # seconds at the beginning of a phase without lines
 
 
 def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
-    """Estimate the seconds until `done` reaches `total`, if the count rose from `start` to `done` within `seconds`."""
+    """Estimate the seconds until `done` reaches `total`, if `seconds` have passed since the count was at `start`."""
     return (total - done) * seconds / max(done - start, 1)
 
 
 def progress_bar(unit: str, *, left: bool = True) -> Progress:
-    """Return a progress bar with a rate and, if it is to say what is `left`, the time left."""
+    """Return a progress bar with a rate and, with `left`, the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,7 +35,7 @@ def progress_bar(unit: str, *, left: bool = True) -> Progress:
 
 
 def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
-    """Yield the things and count them with a progress bar."""
+    """Yield the things, counted by a progress bar."""
     with counting(what, unit) as tick:
         tick(0, total)
         for done, thing in enumerate(things, 1):
@@ -45,15 +45,14 @@ def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iter
 
 @contextmanager
 def counting(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A context with a function that shows how many units are done, and how many there are: a bar with rate and time
-    left in a terminal, an occasional line elsewhere."""
+    """A context with a function that shows the numbers of done and of all units: a bar with rate and time left on a
+    terminal, an occasional line elsewhere."""
     with PhaseProgress(unit) as shown:
         yield partial(shown, what)
 
 
 class PhaseProgress:
-    """Shows how many images, or other units, each phase of a job has handled: a bar in a terminal, an occasional line
-    elsewhere."""
+    """Shows how many images or other units each phase has handled: a bar on a terminal, else an occasional line."""
 
     def __init__(self, unit: str = "images") -> None:
         self.unit, self.bar = unit, progress_bar(unit)
@@ -70,7 +69,7 @@ class PhaseProgress:
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Show that a phase has handled `done` of `total` units.
 
-        The first call of a phase starts its clock, so what was handled before it does not count for the rate.
+        The first call of a phase starts its clock; units handled before do not count for the rate.
         """
         now = time.monotonic()
         if phase != self.phase:

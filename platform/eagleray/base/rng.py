@@ -1,4 +1,4 @@
-"""Seeds random generators: for the draws of a step, and those of Python and NumPy, because timm draws from them."""
+"""Seeds random generators: one for the draws of a step, and the global ones of Python and NumPy, which timm uses."""
 
 import random
 import threading
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_lock = threading.Lock()  # the loader's thread draws too where there are no loader processes
+_lock = threading.Lock()  # without loader processes, a loader thread draws too
 
 
 @contextmanager
 def seed_global_generators(seed: int) -> Iterator[None]:
-    """Seed both global generators, with a seed below 2**32, and restore their states when the block ends."""
+    """A context that seeds the global generators of Python and NumPy (seed < 2**32), and then restores their states."""
     with _lock:
         before = random.getstate(), np.random.get_state()
         random.seed(seed)
@@ -26,7 +26,6 @@ def seed_global_generators(seed: int) -> Iterator[None]:
 
 
 def step_generator(seed: int, device: torch.device) -> torch.Generator:
-    """Return a generator seeded by `Progress.draw`, which follows from the step and the recipe's seed. A method draws
-    for the rows of all ranks with it and takes its own rows, so the draw is the same for any number of ranks and after
-    a restart."""
+    """Return a generator with the seed `Progress.draw`, which depends on the step and the recipe's seed alone. A method
+    draws for the rows of all ranks and uses its own, so draws do not change with the number of ranks or a restart."""
     return torch.Generator(device).manual_seed(seed)

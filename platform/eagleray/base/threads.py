@@ -1,4 +1,4 @@
-"""Threads that do not keep the process from ending."""
+"""Threads that do not keep the process alive."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a thread of this name, and return its result or error to come."""
+    """Call a function in a daemon thread called `name`, and return a Future of its result or error."""
     done: Future[T] = Future()
 
     def run() -> None:

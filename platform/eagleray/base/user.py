@@ -1,14 +1,14 @@
-"""The name of the person whose command this is, also where it runs on a cluster as somebody else."""
+"""The name of the person who gave the command, even if it runs on a cluster under another user."""
 
 import contextlib
 import getpass
 import os
 
-NAME = "EAGLERAY_USER"  # jobs get it from the machine that submits them
+NAME = "EAGLERAY_USER"  # set in jobs by the machine that submits them
 
 
 def user() -> str:
-    """Return the value of EAGLERAY_USER, else the name of this process's user; nothing where a container has none."""
+    """Return EAGLERAY_USER, or else the name of this process's user, or "" if there is none, as in some containers."""
     with contextlib.suppress(OSError, KeyError):
         return os.environ.get(NAME) or getpass.getuser()
     return ""

@@ -1,27 +1,27 @@
-"""End Ray Train's controller of a run that is stopped before there was room for its workers, as no worker sees that.
+"""End Ray Train's controller when a run is stopped before its workers have started, as no worker sees the request.
 
-Ray Train keeps the handle of this actor to itself, and its thread in our process waits as long as the actor lives: for
-a trial of a sweep, whose process goes on to other trials, that could be for ever.
+Ray Train does not hand out the handle of this actor, and its thread in our process waits as long as the actor lives.
+The process of a sweep's trial goes on to other trials, so that could be for ever.
 """
 
 import time
 from typing import Any
 
-BEGIN = 60.0  # seconds that a controller has to start
+BEGIN = 60.0  # seconds to wait until the controller has written its handle
 
 
 class Controller:
-    """The controller of the run with this name, which writes its handle into Ray's key-value store when it starts."""
+    """Ray Train's controller of the run `name`. It stores its handle in Ray's key-value store when it starts."""
 
     def __init__(self, name: str) -> None:
         self.key = f"eagleray-controller-{name}"
 
     def callback(self) -> Any:
-        """Return the callback for Ray Train that writes the handle."""
+        """Return a callback for Ray Train that writes the controller's handle."""
         from ray.train.v2._internal.execution.callback import ControllerCallback
 
         key = self.key
-        self.forget()  # an earlier command that was killed left its own
+        self.forget()  # a command that was killed has left its controller's handle
 
         class Tell(ControllerCallback):  # type: ignore[misc]
             def after_controller_start(self, train_run_context: Any) -> None:
@@ -33,7 +33,7 @@ class Controller:
         return Tell()
 
     def kill(self) -> None:
-        """Kill the controller, which has no workers. Ray's own `abort` of it is lost while it looks for room."""
+        """Kill the controller, which has no workers. Ray ignores its `abort` while the controller waits for room."""
         import ray
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -44,7 +44,7 @@ class Controller:
             ray.kill(ray.cloudpickle.loads(handle))
 
     def forget(self) -> None:
-        """Delete the handle, as the run has ended or is stopped."""
+        """Delete the handle. Called when the run has ended or is stopped."""
         from ray.experimental.internal_kv import _internal_kv_del
 
         _internal_kv_del(self.key)

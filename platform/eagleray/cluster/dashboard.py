@@ -17,8 +17,8 @@ class TokenRefused(Exception):
 
 
 def locate(address: str | None) -> str:
-    """Return the address of the head: the given one, or that of RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises
-    UserError."""
+    """Return the dashboard's URL: `address`, or else RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises UserError when there
+    is none, or it is not the plain URL of a dashboard."""
     for name, given in [("--address", address)] + [
         (n, os.environ.get(n)) for n in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     ]:
@@ -35,11 +35,10 @@ def locate(address: str | None) -> str:
 
 
 def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, float]) -> Any:
-    """Send a request to a path of the dashboard, and return the JSON that it answers. `timeouts` are the seconds to
-    wait for the connection and for the answer.
+    """Send a request to a path of the dashboard, and return the JSON of the answer.
 
-    Raises TokenRefused, RuntimeError for any other status than 200, and OSError when there is no answer or it is not
-    JSON.
+    `timeouts` are the seconds to wait for the connection and for the answer. Raises TokenRefused, RuntimeError for any
+    status other than 200, and OSError when there is no answer or it is not JSON.
     """
     import requests
 
@@ -52,8 +51,8 @@ def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, fl
 
 
 def _authorization() -> dict[str, str]:
-    """Return the HTTP header with the cluster's token, found as Ray finds it: only with RAY_AUTH_MODE=token, from
-    RAY_AUTH_TOKEN, else from the file that RAY_AUTH_TOKEN_PATH names, else from ~/.ray/auth_token."""
+    """Return the HTTP header with the cluster's token, if there is one. As Ray does with RAY_AUTH_MODE=token, looks in
+    RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH and ~/.ray/auth_token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return {}
     token = os.environ.get("RAY_AUTH_TOKEN", "")

@@ -1,4 +1,4 @@
-"""Keeps why no restart can mend a command's run: in the run's folder, or in Ray where the folder cannot be written."""
+"""Store why a run can no longer be mended by a restart: in the run's folder or, if it cannot be written, in Ray."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
 log = logging.getLogger(__name__)
-TIMES = 3  # errors in a row that end an attempt, without a new checkpoint, after which a run has failed
-COUNT = ".failures"  # the file of their number
+TIMES = 3  # errors in a row that ended an attempt, without a new checkpoint, after which the run has failed
+COUNT = ".failures"  # name of the file that counts such errors
 
 
 def fail(out: str, command: str, failure: dict[str, Any]) -> None:
-    """Write down why no restart can mend a command's run, unless it is known: the other ranks fail because the first
-    one has. The id keeps it from being another command's failure."""
+    """Store why no restart can mend a command's run, unless a reason is stored already: others fail because the first
+    has. The command's id is stored with it, so that a later command does not take the failure for its own."""
     from ray.experimental import internal_kv
 
     if failure_of(out, command):
@@ -33,7 +33,7 @@ def fail(out: str, command: str, failure: dict[str, Any]) -> None:
 
 
 def failure_of(out: str, command: str) -> dict[str, Any] | None:
-    """Return why no restart can mend a command's run, or None."""
+    """Return the stored reason why no restart can mend a command's run, or None if there is none."""
     from ray.experimental import internal_kv
 
     try:
@@ -48,16 +48,16 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
 
 
 def report(error: Exception) -> dict[str, Any]:
-    """Return what is kept of an error of this rank if it ends the run."""
+    """Return the record of this rank's error that is stored if the error ends the run."""
     rank = os.environ.get("RANK", "0")  # the process group may not have been formed
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
 
 
 def count(out: str, command: str) -> int:
-    """Count an error that has ended an attempt. Returns how many did so in a row since this command started, without a
-    new checkpoint in between."""
-    from eagleray.engine import checkpoint  # it imports PyTorch, and the command that waits for a run has none
+    """Count an error that has ended an attempt. Returns the number of such errors in a row: the count begins anew with
+    a new checkpoint and with another command."""
+    from eagleray.engine import checkpoint  # imports PyTorch, which the waiting command avoids
 
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     known = json.loads(run_store(out).get(COUNT) or "{}")
@@ -67,5 +67,5 @@ def count(out: str, command: str) -> int:
 
 
 def _key(out: str, command: str) -> bytes:
-    """Return the name of a run's failure in Ray: the trials of a sweep have one command."""
+    """Return the key of a run's failure in Ray, with the run's path, as a sweep's trials have one command."""
     return f"eagleray-failure-{command}-{out}".encode()

@@ -1,4 +1,4 @@
-"""Pack a command for a cluster: its words, the resolved recipe or sweep, plug-ins, this package and a few environment
+"""Pack a command for a cluster: its arguments, resolved recipe or sweep, plug-ins, this package and a few environment
 variables, but no secrets."""
 
 import hashlib
@@ -21,12 +21,12 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.sources import resolve_paths, weight_files
 from eagleray.storage.store import check_writable, folder_of, store
 
-# The variables that are sent with a job, by name and by how names begin: addresses, and what NCCL, gloo, libfabric,
-# PyTorch and Ray Train are tuned with. None of them is meant to hold a secret.
+# Names, and beginnings of names, of the environment variables that are sent with a job: addresses, and settings of
+# NCCL, gloo, libfabric, PyTorch and Ray Train. None of them is meant to hold a secret.
 SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
-OF_THIS_MACHINE = ("TORCH_HOME",)  # a path
-SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # secret variables
+OF_THIS_MACHINE = ("TORCH_HOME",)  # its value is a path of this machine
+SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # secret variables' names
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
 
 
@@ -34,19 +34,19 @@ SHARED = "expected an s3:// URL, or an absolute path that is the same on all nod
 class JobPackage:
     """A command that is ready to be sent to a cluster."""
 
-    id: str  # the same whenever the command is sent
+    id: str  # the job id: the same each time the same command is sent
     command: str  # e.g. pretrain
-    name: str  # the name of the recipe, the sweep, the backbone or the data
-    out: str  # the folder or URL of the results
-    digest: str  # a digest of everything that the results depend on
-    words: tuple[str, ...]  # the command line that the head runs, after `eagleray`
-    asks: str  # the resources that it needs, in words
-    files: Mapping[str, str] = field(default_factory=dict)  # texts that are sent with it, by file name
-    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # keys are the paths that they are written to
+    name: str  # name of the recipe, sweep, backbone or data
+    out: str  # folder or URL of the results
+    digest: str  # digest of everything that determines the results
+    words: tuple[str, ...]  # arguments of `eagleray` on the head
+    asks: str  # the resources that the command needs, in words
+    files: Mapping[str, str] = field(default_factory=dict)  # texts of the files sent with the command, by file name
+    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # plug-ins by path
     recipe: Recipe | None = None  # None unless the job is a run
 
     def __post_init__(self) -> None:
-        """Raises UserError when a word or a file holds a user, password or key, without repeating it."""
+        """Raises UserError, which repeats no secret, when an argument or file has a user, password or key."""
         words = [(word.partition("=")[0] if "=" in word else "an argument", word) for word in self.words]
         for where, text in [("out", self.out), *words, *self.files.items()]:
             if has_secrets(text):
@@ -63,12 +63,12 @@ class JobPackage:
 
     @property
     def busy(self) -> str:
-        """Return in words that the command is being run."""
+        """Return a clause that says that the command is being run."""
         return "this run is being trained" if self.command in ("pretrain", "finetune") else f"{self.command} is running"
 
     def write(self, folder: Path) -> None:
-        """Write everything that is sent into an empty folder."""
-        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # nothing that is sent has a base any more
+        """Write the package into an empty folder."""
+        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe is resolved: it needs no base
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         for name, text in self.files.items():
             (folder / name).write_text(text)
@@ -84,8 +84,8 @@ def pack(
     *,
     command: str = "pretrain",
 ) -> JobPackage:
-    """Return the package of a run, after checking its recipe. `name` and `overrides` are as for `pretrain`;
-    `gpus` is the number of workers, each with one GPU. Raises UserError."""
+    """Check a run's recipe, and return the run's package. `name` and `overrides` are as for `pretrain`, and `gpus` is
+    the number of workers with one GPU each. Raises UserError when the recipe cannot be trained on the cluster."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(
@@ -125,8 +125,9 @@ def pack_words(
     *,
     asks: str,
 ) -> JobPackage:
-    """Return the package of another command than `pretrain`. `words` are those after its name, and `files` are sent
-    with it. Plug-ins lie in the folder that the command runs in, where it looks for them. Raises UserError."""
+    """Return the package of a command other than `pretrain`. `words` are the arguments after its name, `files` texts to
+    send along. Plug-ins are put into the folder of the command, where it looks for them. Raises UserError for plug-ins
+    that cannot be used, and for secrets."""
     loaded = [config.check(loading.Plugin, tree, "plugins") for tree in loading.resolve([str(p) for p in plugins])]
     line = (command, *words, *(word for p in loaded for word in ("--plugin", p.name)))
     everything = [*line, *(files or {}).values(), *(p.sha256 for p in loaded)]
@@ -136,13 +137,13 @@ def pack_words(
 
 
 def _joined(packed: Mapping[str, loading.Sources]) -> loading.Sources:
-    """Return the files of all plug-ins together."""
+    """Return the files of all plug-ins in one mapping."""
     return {path: data for sources in packed.values() for path, data in sources.items()}
 
 
 def identify(out: str, command: str = "pretrain") -> str:
-    """Return the job id of a command: the last part of `out`, which people can read, and a hash of its whole path or
-    URL. The ids of other commands than runs begin with the command, as several may work on one folder."""
+    """Return the job id of a command: the last part of `out`, which people can read, and a hash of the whole `out`. The
+    id begins with the command unless that is `pretrain`, as several commands may work on one folder."""
     place = out.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.")
     own = "" if command == "pretrain" else f"{command}-"
@@ -150,18 +151,18 @@ def identify(out: str, command: str = "pretrain") -> str:
 
 
 def check_data_places(recipe: Recipe) -> None:
-    """Raises UserError when the recipe reads from a path that other nodes of the cluster could not find."""
+    """Raises UserError when the recipe reads from a path that other nodes of the cluster cannot find."""
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
-    for key in weight_files(resolve_paths(recipe)):  # a bare name of timm is no file
+    for key in weight_files(resolve_paths(recipe)):  # a bare name such as timm's is no file
         check_place(key, recipe.weight_sources[key])
     if recipe.data.cache:
         check_place("data.cache", recipe.data.cache)
 
 
 def check_place(key: str, place: str) -> None:
-    """Raises UserError when the path of a key is relative."""
+    """Raises UserError when a key's path is relative, contains secrets or, as an output, is not writable."""
     if has_secrets(place):
         there = "set them in the environment of `ray start` on the nodes"
         raise UserError(f"{key}: contains a user, password or key; expected {hide_secrets(place)}; {there}")
@@ -173,8 +174,8 @@ def check_place(key: str, place: str) -> None:
 
 
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:
-    """Return the environment variables to send with the job, and a line about each that is not sent. Raises
-    UserError when one contains a user or password."""
+    """Return the environment variables to send with the job, and a line about each one that is left out. Raises
+    UserError when one of those to send contains a user or password."""
     sent = {k: v for k, v in sorted(here.items()) if v and (k in SENT or k.startswith(BEGINNINGS))}
     for key in OF_THIS_MACHINE:
         sent.pop(key, None)
@@ -196,7 +197,7 @@ def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], l
 
 
 def _secret(key: str) -> str:
-    """Return where to put the password of a variable instead."""
+    """Return where to set the password that the value of a variable must not contain."""
     if key == "MLFLOW_TRACKING_URI":
         return "such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
     return "in the environment of `ray start`"

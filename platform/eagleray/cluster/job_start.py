@@ -1,9 +1,8 @@
-"""Start the command of a job on the head of a cluster, after checking that the environment of the cluster's Ray has
-what Eagleray imports.
+"""Start the command of a job on the head, after checking that the Python of the cluster's Ray has all dependencies.
 
     python3 eagleray/cluster/job_start.py MODULE pretrain recipe.yaml
 
-It is run as a file, before anything that may be missing is imported.
+It runs as a script and imports only the standard library, as any other package may be missing.
 """
 
 import importlib.util
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The distributions of pyproject.toml, and what is imported of each: a module of the same name, or of another.
+# The distributions in pyproject.toml that are imported under their own names; MODULES adds the others.
 SAME = """
 torch torchvision timm numpy pyarrow duckdb scipy isal simplejpeg urllib3 braceexpand platformdirs psutil matplotlib
 huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow ray
@@ -22,17 +21,16 @@ huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow r
 MODULES = {name: name for name in SAME.split()} | {"pillow": "PIL", "opencv-python-headless": "cv2", "pyyaml": "yaml"}
 MODULES |= {"scikit-learn": "sklearn", "faster-coco-eval": "faster_coco_eval"}
 VMSTAT = Path("/proc/vmstat")
-LOOK = 10.0  # seconds between two looks at it
+LOOK = 10.0  # seconds between two readings of VMSTAT
 
 
 def missing(modules: dict[str, str]) -> list[str]:
-    """Return the distributions whose module this interpreter does not find."""
+    """Return the distributions whose module this interpreter cannot find."""
     return [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
 
 
 def start(words: Sequence[str]) -> None:
-    """Run a module, the first word, with its arguments, and exit with its status; with 2 when the environment lacks a
-    package."""
+    """Run a module with arguments, `words`, and exit with its status; exit with 2 when a package is missing."""
     if lacks := missing(MODULES):
         version = ".".join(map(str, sys.version_info[:3]))
         print(
@@ -45,9 +43,9 @@ def start(words: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Return the exit status of a command, as a shell has it. If a signal kills it, a line says which, and whether the
-    kernel has ended processes of this machine meanwhile as there was no memory left."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ray sends it to the command as well
+    """Run a command and return its exit status: 128 + N if signal N kills it. A line then names the signal, and says
+    whether the kernel has killed processes of this machine meanwhile because memory ran out."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ray also sends SIGINT to the command, which handles it
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     before = last = ended_for_memory()
@@ -65,7 +63,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def ended_for_memory() -> int:
-    """Return how many processes the kernel of this machine has ended as there was no memory left."""
+    """Return how many processes the kernel has killed since this machine booted because memory ran out."""
     text = VMSTAT.read_text() if VMSTAT.exists() else ""
     return sum(map(int, re.findall(r"^oom_kill (\d+)$", text, re.M)))
 

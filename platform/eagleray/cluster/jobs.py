@@ -1,6 +1,6 @@
-"""Submit, follow, list and stop commands as jobs of a Ray cluster, over HTTP through the Jobs API of its dashboard.
+"""Submit, follow, list and stop commands as jobs of a Ray cluster, by HTTP requests to the Jobs API of its dashboard.
 
-Ray's own client sends the same requests, but importing Ray takes a second; only `submit` needs it.
+Only `submit` uses Ray's own client, as importing Ray takes a second.
 """
 
 import logging
@@ -27,22 +27,23 @@ from eagleray.config import nearest
 if TYPE_CHECKING:
     from eagleray.cluster.job_package import JobPackage
 
-# What the head runs, with the package as its working folder: the interpreter of the Ray that started it, whatever
-# `python` is on PATH. Its parent, a process of that Ray, has the library of its environment in memory.
+# What the head runs in the folder of the package: the Python of the Ray that started the job, whatever `python` is on
+# PATH. The memory maps of the parent process, which belongs to that Ray, have the path of its library.
 LIBRARY = r"s|.* \(/.*\)/lib[^/]*/python[^/]*/[^/]*/ray/_raylet.so$|\1/bin/python3|p"
 ENTRY = (
     f"p=$(sed -n '{LIBRARY}' /proc/$PPID/maps | head -n 1); "
     '[ -x "$p" ] || p=python3; exec "$p" eagleray/cluster/job_start.py eagleray.cli'
 )
-TIMEOUTS = (4, 30)  # seconds to connect, and to wait for an answer
-PATIENCE = 300  # seconds that a follower waits for a head that was there before
-STOPPING = 300  # seconds for a stopped run to save, then Ray kills it
-MEMORY = 2**30  # bytes of the head that a job takes: measured with benchmarks/head_memory.py
-HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
-POLL = 1.0  # seconds between two looks at a job
-RATE = 2**20  # bytes of log per second that looks may cost: Ray gives the whole log every time
+TIMEOUTS = (4, 30)  # seconds to wait for the connection, and for an answer
+PATIENCE = 300  # seconds that `follow` waits for a head that has stopped answering
+STOPPING = 300  # seconds after a request to stop at which Ray kills the run
+MEMORY = 2**30  # bytes of the head's memory reserved for a job, measured with benchmarks/head_memory.py
+HEAD = "node:__internal_head__"  # a resource that only the head has
+POLL = 1.0  # least number of seconds between two requests for a job's state and log
+RATE = 2**20  # bytes of log to fetch per second at most: Ray returns the whole log each time
 STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, each with the exit status of a command
-# Ray sends the signal to all children too: loader processes ignore SIGINT, and ray.init takes SIGTERM for itself.
+# Ray sends the signal to the job's child processes too. Not SIGTERM, which ray.init handles itself; SIGINT is ignored
+# by the processes that load data.
 STOP = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOPPING)}
 Say = Callable[[str], None]
 
@@ -99,7 +100,7 @@ class Job:
 
     @property
     def _exits(self) -> int:
-        """Return the exit status for a command that has followed the job to its end."""
+        """Return the exit status for a command that has followed the job to its end: 128 + N after signal N."""
         code = self.status if self.status is not None else STATES[self.state.upper()]
         return 128 - code if code < 0 else min(code, 255)
 
@@ -124,7 +125,7 @@ class Job:
         stop(Cluster(self.address), self.id, console.say)
 
     def _ending(self) -> str:
-        """Return in words how the job ended."""
+        """Return a sentence on how the job ended."""
         if self.state == "stopped":
             return f"{self.id}: stopped; submitting the same run again continues it"
         if self.state == "failed" and self.status is None:
@@ -135,13 +136,12 @@ class Job:
 
 
 class Cluster:
-    """The head of a cluster. Every method raises UserError when the token is refused, and Silent when the head does
-    not answer."""
+    """A cluster's head. Every method raises UserError for a missing or refused token, and Silent without an answer."""
 
     def __init__(self, address: str | None) -> None:
-        """Connect to the head. Raises UserError when there is none at the address."""
+        """Connect to the head at `address`, by default that of the environment. Raises UserError when there is none."""
         self.address = locate(address)
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # RAY_ADDRESS would win over what we say
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # otherwise Ray's client would prefer RAY_ADDRESS
         if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         try:
@@ -170,14 +170,14 @@ class Cluster:
             raise Unknown(f"{name}: no such job at {self.address}{hint}") from None
 
     def logs(self, name: str) -> str:
-        """Return what the run has printed so far, without Ray's own first lines."""
+        """Return what the run has printed so far, without the lines that Ray prints before it."""
         with self._asked():
             text: str = self._ask(f"/api/jobs/{name}/logs")["logs"] or ""
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
     def waits(self, job: Job, known: Sequence[Job] | None = None) -> str:
-        """Return what a job waits for, in words: the last line of its log, if that says so. Otherwise, and where the
-        head does not answer, an empty string. `known` are all jobs, if they have just been listed."""
+        """Return what a job waits for: room on the head if it is pending, or else the last line of its log if it says
+        so. Returns "" if it does not wait or the head does not answer. `known` are all jobs, if just listed."""
         if job.state not in ("pending", "running") or (job.state == "pending" and job.seconds <= SOON):
             return ""
         try:
@@ -189,8 +189,8 @@ class Cluster:
         return last if last.startswith(WAITING) else ""
 
     def submit(self, name: str, package: "JobPackage", variables: dict[str, str], memory: int) -> None:
-        """Submit a package as a job with this id and these environment variables, which takes so many bytes of the
-        head's memory; Ray starts it when they are free. Raises Silent, also when another job has the id already."""
+        """Submit a package as the job `name` with the environment `variables`. Ray starts it as soon as `memory` bytes
+        of the head's memory are not reserved. Raises Silent, also when another job has the name."""
         with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
             package.write(Path(folder))
             variables = variables | STOP | {NAME: package.labels["user"]}
@@ -201,7 +201,7 @@ class Cluster:
                 runtime_env=runtime,
                 metadata=package.labels,
                 entrypoint_memory=memory,
-                entrypoint_resources={HEAD: 0.001},  # the head is no spot node
+                entrypoint_resources={HEAD: 0.001},  # runs on the head, which unlike spot nodes is not taken away
             )
 
     def stop(self, name: str) -> bool:
@@ -210,20 +210,19 @@ class Cluster:
             return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
     def size(self) -> tuple[str, int]:
-        """Return in words what the cluster has now, and the bytes of memory that its head has for jobs; 0 if the head
-        does not say."""
+        """Return a text on what the cluster has now, and the bytes of memory its head has for jobs, or 0 if unknown."""
         from ray.util.state import list_nodes
         from ray.util.state.exception import RayStateApiException
 
         alive: Any = [("state", "=", "ALIVE")]
         try:
             with self._asked(), _through_ray():
-                # Ray counts nodes that have died as missing in the answer.
+                # Ray counts nodes that have died as missing, and would raise an error.
                 nodes = list_nodes(
                     self.address, alive, limit=10_000, timeout=TIMEOUTS[1], raise_on_missing_output=False
                 )
         except (RayStateApiException, Silent):
-            return "does not say what it has", 0  # a run does not need to know
+            return "does not say what it has", 0  # the size is only printed, so the run goes on without it
         cpus, gpus = (sum((n.resources_total or {}).get(kind, 0) for n in nodes) for kind in ("CPU", "GPU"))
         memory = sum((n.resources_total or {}).get("memory", 0) for n in nodes if n.is_head_node)
         return f"has {len(nodes)} node(s) with {cpus:g} CPUs and {gpus:g} GPUs now", int(memory)
@@ -233,8 +232,7 @@ class Cluster:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """A context that turns the errors of a request into UserError for a refused token, and Silent for everything
-        else."""
+        """A context that turns a refused token into UserError, and any other error of a request into Silent."""
         try:
             yield
         except TokenRefused as e:
@@ -248,7 +246,7 @@ class Cluster:
 
 @contextmanager
 def _through_ray() -> Iterator[None]:
-    """Turn the errors of Ray's own client into those of `ask`."""
+    """A context that turns the errors of Ray's client into the errors that `ask` raises."""
     from ray.exceptions import AuthenticationError, RayError
 
     try:
@@ -260,27 +258,27 @@ def _through_ray() -> Iterator[None]:
 
 
 def _queue(known: Sequence[Job]) -> str:
-    """Return in words what a job that Ray has not started waits for, beside all jobs."""
+    """Return a text on what a job that Ray has not started waits for. `known` are all jobs."""
     others = sum(job.state == "running" for job in known)
     return f"{WAITING}{MEMORY / 2**30:g} GiB of the head's memory; {others} job(s) run there with as much each"
 
 
 def _client(address: str) -> Any:
-    """Return Ray's own client, which packs and uploads a folder."""
+    """Return Ray's client, which packs and uploads a folder, with a timeout for every request."""
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
         def _do_request(self, *args: Any, **more: Any) -> Any:
-            """Send a request with a timeout: Ray's own method would wait forever for a head that is gone."""
+            """Send a request with a timeout. Ray's own method would wait for ever when the head is gone."""
             return super()._do_request(*args, timeout=TIMEOUTS, **more)
 
     for name in "dashboard.modules.dashboard_sdk", "_private.authentication", "_private.runtime_env.packaging":
-        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # we report the same errors
+        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # their errors reach us as exceptions
     return Client(address)
 
 
 def _reason(error: Exception, said: str) -> str:
-    """Return one line about an error whose message may be a whole page or traceback."""
+    """Return one line about an error. `said` is its message, which may be a whole page or traceback."""
     if code := re.search(r"status code (\d+): (.*)", said):
         return f"it answered {code[1]}: {code[2][-200:]}"
     answer = getattr(error, "response", None)
@@ -292,14 +290,14 @@ def _reason(error: Exception, said: str) -> str:
 
 
 def _why(message: str) -> str:
-    """Return one line of Ray's message about a job: the last error in the log that it may end with, or its start."""
+    """Return one line of Ray's message about a job: its last line that begins with "error: ", or else its beginning."""
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return errors[-1] if errors else " ".join(message.split())[:300]
 
 
 def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
-    """Submit a command, and return its job id. If the same one is being run already, raises UserError, or with `join`
-    returns the id of that job."""
+    """Submit a command, and return its job id. If it runs already, return the id of that job with `join`, or else raise
+    UserError. Also raises UserError when a command with other options works on the same `out`."""
     while True:
         known = cluster.jobs()
         family = [j for j in known if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
@@ -320,7 +318,7 @@ def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], s
         except Silent as e:
             if "already exists" not in str(e):
                 raise
-            continue  # somebody was faster
+            continue  # another job got this name after the jobs were listed
         what = package.name if package.recipe else f"{package.command} {package.name}"
         say(f"{name}: submitted, {what} to {package.out}; {manage(name)}")
         if memory and sum(not j.ended for j in known) >= max(memory // MEMORY, 1):
@@ -332,16 +330,17 @@ def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], s
 
 
 def manage(name: str) -> str:
-    """Return the commands that follow and stop a job."""
+    """Return a text with the commands that follow and stop a job."""
     return f"`eagleray logs {name} --follow` follows it, `eagleray stop {name}` ends it"
 
 
 def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE) -> int:
-    """Print the output of a job until it ends. Returns its exit status; raises Outage when the head stays away."""
+    """Print a job's output until it ends, and return its exit status. Raises Outage if the head does not answer for
+    more than `patience` seconds, or has restarted and lost the job."""
     told, lost, job, waits = 0, 0.0, cluster.job(name), ""
     while True:
         try:
-            job = cluster.job(name)  # read first: the log is complete once the job has ended
+            job = cluster.job(name)  # before the log, which is complete only once the job has ended
             text = cluster.logs(name)
             before, waits = waits, cluster.waits(job) if job.state == "pending" else ""
         except Silent as e:
@@ -353,7 +352,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
                 raise Outage(f"{e} for {patience:.0f} s; the job may still be running: {manage(name)}") from None
             time.sleep(min(max(waited, POLL), 30, patience))
             continue
-        except Unknown:  # a head that began anew
+        except Unknown:  # the head has restarted without its list of jobs
             again = "submitting the run again continues it"
             raise Outage(f"{name}: the head has restarted and does not know this job; {again}") from None
         lost = 0.0
@@ -370,7 +369,8 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
 
 
 def stop(cluster: Cluster, name: str, say: Say) -> None:
-    """Ask a job to save and end, and wait until it has ended. Raises UserError, and Outage when it does not end."""
+    """Ask a job to save and end, and wait until it has ended. Raises UserError when there is no such job, and Outage
+    when it cannot be stopped before its start or does not end in time."""
     job = cluster.job(name)
     if job.ended:
         say(f"{name}: had ended already: {job.state}")

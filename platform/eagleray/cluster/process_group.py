@@ -1,7 +1,7 @@
-"""Prepare the workers of a run for the process group of their ranks: the address where these meet, and their numbers.
+"""Prepare the workers of a run for the process group of their ranks: its rendezvous address and the ranks' numbers.
 
-The group itself is formed by the processes that train, see `rank_process`. Ray Train's controller imports this too, on
-the head, where every run would pay for PyTorch: only the functions that workers call import it.
+The training processes form the group, see `rank_process`. Only functions that run in workers import PyTorch: Ray
+Train's controller imports this module too, on the head, where PyTorch would cost every run memory.
 """
 
 import os
@@ -11,20 +11,20 @@ import psutil
 from ray.train.backend import Backend, BackendConfig
 from ray.util import get_node_ip_address
 
-PATIENCE = 1800.0  # seconds that a rank waits for the others in a collective operation, at least
-SLACK = 300.0  # seconds beyond the time for which a store may be away, in which a rank waits rightly
-_opened: list[Any] = []  # the store of this process, which ends with it
+PATIENCE = 1800.0  # least timeout in seconds of a collective operation
+SLACK = 300.0  # seconds added to the longest accepted outage of a store for that timeout
+_opened: list[Any] = []  # keeps the key-value store open until this process ends
 
 
 class Meeting(Backend):
-    """A backend that forms no group in the workers. It binds gloo to the interface of the node's address: by itself
-    gloo takes the address of the host name, which on Debian and Ubuntu is 127.0.1.1, and on several nodes the ranks
-    would not find each other."""
+    """A backend of Ray Train that prepares the workers, but forms no process group in them. It binds gloo to the
+    network interface of the node's address. By default gloo uses the address of the host name, which is 127.0.1.1 on
+    Debian and Ubuntu, and ranks of other nodes could not reach it."""
 
-    share_cuda_visible_devices = True  # ranks of a node see each other's GPUs, as with Ray's own backend for PyTorch
+    share_cuda_visible_devices = True  # all ranks of a node see its GPUs, as with Ray's backend for PyTorch
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Write into the environment of every worker where the ranks meet, and which one is its."""
+        """Write the rendezvous address and its rank into the environment of every worker."""
         worker_group.execute(bind)
         address = worker_group.execute_single(0, listen)
         worker_group.execute(meet_at, *address)
@@ -32,7 +32,7 @@ class Meeting(Backend):
 
 
 class Ranks(BackendConfig):
-    """Tells Ray Train to form no group in its workers. They use no GPU: those are for the processes that train."""
+    """Tells Ray Train to use Meeting. The workers use no GPU, only the training processes that they start."""
 
     @property
     def backend_cls(self) -> type[Meeting]:
@@ -40,12 +40,12 @@ class Ranks(BackendConfig):
 
 
 def limit(patience: float) -> float:
-    """Return the seconds that a rank waits for the others, in a run whose store may be away for `patience` minutes."""
+    """Return the timeout in seconds of collective operations, if a store may be away for `patience` minutes."""
     return max(PATIENCE, 60 * patience + SLACK)
 
 
 def listen() -> tuple[str, int]:
-    """Open a key-value store in this process, on a free port of the node's address, and return where it is."""
+    """Open a key-value store in this process, on a free port of the node's address. Returns its host and port."""
     import torch.distributed as td
 
     host = get_node_ip_address()
@@ -54,31 +54,31 @@ def listen() -> tuple[str, int]:
 
 
 def number() -> None:
-    """Name the rank of this worker in its environment, as Ray does for PyTorch."""
+    """Write this worker's rank into its environment, with the variables that Ray sets for PyTorch."""
     from ray.train.torch.config import _set_torch_distributed_env_vars
 
     _set_torch_distributed_env_vars()
 
 
 def meet_at(host: str, port: int) -> None:
-    """Let the ranks of this worker meet at a store."""
+    """Write the host and port of the key-value store through which the ranks meet into the environment."""
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
 def watch_hangs(patience: float) -> None:
-    """Switch Ray's detector of hangs in NCCL on, with the environment variables that Ray reads: a rank whose
-    operations stand still for longer than a store may be away fails the group, which starts again."""
+    """Turn on Ray's detector of hangs in NCCL, by environment variables that Ray reads. If a rank's operations make no
+    progress for longer than a store may be away (`patience` minutes), all workers are restarted."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", "1")
     os.environ.setdefault("RAY_TRAIN_NCCL_RAS_ACTION", "fail")
     os.environ.setdefault("RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S", str(60 * patience + 60))
 
 
 def bind() -> None:
-    """Name the interface for gloo, unless the environment names one."""
+    """Tell gloo to use the network interface of this node's address, unless the environment names one."""
     if name := interface(get_node_ip_address()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interface(address: str) -> str | None:
-    """Return the name of this machine's network interface that has an IP address, or None."""
+    """Return the name of this machine's network interface with the IP address `address`, or None."""
     return next((n for n, known in psutil.net_if_addrs().items() if address in (a.address for a in known)), None)

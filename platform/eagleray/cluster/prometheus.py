@@ -8,7 +8,7 @@ from typing import Any
 from eagleray.runs.background import Background
 from eagleray.runs.metrics import METRICS
 
-# The name without the prefix, and the metric that it shows.
+# Maps the name of each gauge, without PREFIX, to the metric whose values it exports.
 GAUGES = {m.gauge: m for m in METRICS.values() if m.gauge}
 PROGRESS = "progress_ratio", "Share of the planned steps that have been taken"
 PLANNED = "planned_steps", "Planned steps of the run"
@@ -19,14 +19,14 @@ TAGS = ("run", "method", "user")
 
 
 class Kept(Background):
-    """Gauges of a run that keep their last values until they are closed. Ray exports a value once for each time that it
-    is set, and drops it two exports later, long before the next line of a run that logs seldom or stands still."""
+    """Gauges of a run that keep their last values until they are closed. Ray drops a value two exports after it was
+    set. A run that logs seldom or hangs sets its values less often, so a thread sets them again."""
 
-    seconds = 5.0  # Ray exports every 10
+    seconds = 5.0  # Ray exports every 10 seconds
 
     def __init__(self, run: str, method: str, user: str, abouts: Mapping[str, str]) -> None:
-        """`run` is the run's whole address, as two runs may have a name in common, and `user` the person who began
-        it."""
+        """`run` is the run's full path or URL, as two runs may have the same name, `user` the person who began it, and
+        `abouts` has the description of each gauge."""
         from ray.util.metrics import Gauge
 
         super().__init__("gauges")
@@ -35,8 +35,8 @@ class Kept(Background):
         self.start()
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge. A value that is not finite is ignored."""
-        if math.isfinite(value):  # a loss that is not stays where it was, and the health findings say so
+        """Set a gauge. Values that are not finite are ignored."""
+        if math.isfinite(value):  # a gauge keeps its last finite value; health findings report others
             self.values[name] = value
             self.gauges[name].set(value, self.tags)
 
@@ -46,11 +46,10 @@ class Kept(Background):
 
 
 class Gauges(Kept):
-    """The Ray metrics of a run, which rank 0 sets. Ray exports them from the node of rank 0, under names that begin
-    with `ray_eagleray_`."""
+    """The Ray metrics of a run, which rank 0 sets. Ray exports them from its node, with the prefix `ray_eagleray_`."""
 
     def __init__(self, run: str, method: str, user: str, steps: int) -> None:
-        """`steps` is how many are planned."""
+        """`steps` is the planned number of steps."""
         from ray.util.metrics import Counter
 
         abouts = {name: metric.meaning for name, metric in GAUGES.items()} | dict([PROGRESS, PLANNED])
@@ -59,8 +58,7 @@ class Gauges(Kept):
         self.set(PLANNED[0], steps)
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Set the metrics from a line of metrics.jsonl or health.jsonl, or from goodput and restarts. Other keys are
-        ignored."""
+        """Set the metrics from a line of metrics.jsonl or health.jsonl, or from goodput and restarts, by their keys."""
         for name, metric in GAUGES.items():
             if "kind" not in record and metric.key in record:
                 self.set(name, record[metric.key])
@@ -72,8 +70,8 @@ class Gauges(Kept):
 
 @contextmanager
 def wanted(run: str, method: str, user: str, workers: int) -> Iterator[None]:
-    """A context in which Ray exports from this process that a run asks for so many workers. Ray drops the metrics of
-    rank 0 when its worker dies, and this one alone tells a run without a machine from one that has ended."""
+    """A context in which this process exports the number of workers that a run asks for. The metrics of rank 0 vanish
+    when its worker dies. This one stays, which tells a run that waits for machines from one that has ended."""
     with closing(Kept(run, method, user, dict([WANTED]))) as kept:
         kept.set(WANTED[0], workers)
         yield

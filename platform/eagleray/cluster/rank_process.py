@@ -1,6 +1,7 @@
-"""Train one rank, in a process that was forked for one attempt.
+"""Train one rank in a process that was forked for one attempt.
 
-This module must not import Ray, whose threads a fork would not survive; what Ray has to know goes to the worker.
+This module must not import Ray, as its threads would not survive the fork. The process sends the worker what Ray has to
+know.
 """
 
 import contextlib
@@ -25,14 +26,13 @@ from eagleray.engine.world import World
 from eagleray.runs import pretrain
 from eagleray.runs.recipe import Recipe
 
-for _name in ("boto3", "mlflow"):  # imported before the fork, as a run needs them later; either may be missing
+for _name in ("boto3", "mlflow"):  # imported before the fork, to save the time of it after; either may be missing
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
 
 class RayWorld(World):
-    """The world of one rank on Ray. Through its worker it learns when a machine will be taken away, and exports
-    metrics."""
+    """The world of one rank on Ray. The worker tells it when a machine will be taken away, and exports metrics."""
 
     spot = True
 
@@ -41,23 +41,22 @@ class RayWorld(World):
         self.line, self.why = line, why
 
     def warned(self) -> bool:
-        """Return whether Ray has announced that a machine of this run will be taken away, or waits for the run to save
-        before it changes the number of workers."""
+        """Return whether the run has to save: Ray will take a machine away or change the number of workers."""
         return self.line.told(WARNED)
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Export the numbers of a record, from rank 0."""
+        """Send a record of rank 0 to the worker, which exports its numbers."""
         self.line.send(SHOW, dict(record), steps)
 
 
 def train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> None:
-    """Train one rank, and tell the worker how that ended. `why` says what ended the attempt before."""
+    """Train one rank, and tell the worker the result or the error. `why` says what ended the previous attempt."""
     last: tuple[Any, ...]
     try:
         last = DONE, _train(line, attempt, why, given)
     except Preempted as e:
         last = PREEMPTED, str(e)
-    except Superseded as e:  # a rank that hung came back, and the run goes on without it
+    except Superseded as e:  # this rank had hung, and the run went on without it
         last = SUPERSEDED, str(e)
     except (UserError, Outage) as e:
         line.send(FAIL, {"user": isinstance(e, UserError), "outage": isinstance(e, Outage), "why": str(e)})
@@ -68,7 +67,7 @@ def train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) ->
             line.send(FAIL, failure | {"why": one_line(e)})
         last = FAILED, f"rank {os.environ['RANK']}: {failure['why']}", failure
     line.send(*last)
-    line.wait_for(GO)  # the connections to the other ranks stay until these have ended too
+    line.wait_for(GO)  # connections to other ranks must stay open until these are done
 
 
 def _train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -85,8 +84,8 @@ def _train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -
 
 
 def form_group(device: torch.device, attempt: int, timeout: float) -> None:
-    """Form the process group of an attempt, in the store that the environment names as torchrun's agent does.
-    `timeout` is in seconds."""
+    """Form the process group of an attempt, through the store at the address in the environment, as torchrun's agent
+    does. `timeout` is in seconds."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     limit = timedelta(seconds=timeout)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,4 +1,4 @@
-"""Apply a function to tasks on Ray, with a limited number of them at once, such as reading shards to index them."""
+"""Apply a function to many tasks on Ray, such as reading shards to index them, with a limit on simultaneous tasks."""
 
 import contextlib
 import functools
@@ -21,17 +21,17 @@ from eagleray.storage.store import is_remote
 
 T = TypeVar("T")
 R = TypeVar("R")
-WAITING = 64  # tasks that wait for a CPU; an autoscaler starts nodes for them
-SECONDS = 10.0  # the size of the cluster is looked up this often
+WAITING = 64  # tasks handed to Ray beyond the number of CPUs: an autoscaler starts nodes for them
+SECONDS = 10.0  # seconds between two look-ups of the number of CPUs of the cluster
 
 
 def ray_map(
     function: Callable[[T], R], tasks: Iterable[T], *, workers: int | None = None, gpus: bool = False
 ) -> Iterator[R]:
-    """Yield the results of a function for all tasks, in the order in which they finish. Runs on the cluster of
-    RAY_ADDRESS if that is set, else in a Ray that is started on this machine. `workers` tasks run at once, by default
-    as many as there are CPUs, also those of nodes that join later. With `gpus` each of them has a GPU, and its share of
-    the machine's CPUs. While a cluster has no room for a task, a line says so.
+    """Yield the results of a function for all tasks, in the order in which they finish. Runs on the cluster at
+    RAY_ADDRESS or, without it, on a local Ray. `workers` tasks run at once, by default as many as there are CPUs,
+    including those of nodes that join later. With `gpus` each task has a GPU and an equal share of the machine's CPUs.
+    A line is printed while a cluster has no room for a task.
 
     A task whose process died is run once more. Raises the UserError or Outage that the function raises, UserError when
     `gpus` is true and this machine has none, and RuntimeError when a task's process dies twice.
@@ -44,8 +44,7 @@ def ray_map(
         waiting = TaskWaiting(ray, workers or 1, each, say, name)
 
         def width() -> int:
-            """Return how many tasks to hand to Ray: those that run now, on nodes that may have joined meanwhile, and
-            some that wait, for which an autoscaler starts nodes."""
+            """Return how many tasks to hand to Ray: one for each CPU of the nodes that are up now, and WAITING more."""
             return workers or int(ray.cluster_resources().get("CPU", 0)) + WAITING
 
         try:
@@ -66,63 +65,63 @@ def ray_map(
 
 
 def await_room(gpus: bool) -> None:
-    """Wait until a cluster has room for a task, with a GPU if asked, and say so meanwhile. The driver of a command that
-    computes with what tasks return imports PyTorch afterwards, so that it takes little of the head while it waits."""
+    """Wait until a cluster has room for a task, with a GPU if asked, and print a line meanwhile. A command that needs
+    PyTorch for the results of tasks imports it afterwards, and takes little of the head's memory before."""
     if joining():
         with session() as ray, reserve_workers(ray, 1, {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}), say):
             pass
 
 
 class TaskWaiting(Waiting):
-    """Looks whether the cluster has room for a task, and prints a line while it has not."""
+    """Checks whether the cluster has room for a task, and prints a line while it has not."""
 
     def __init__(self, ray: Any, most: int, each: Mapping[str, float], say: Say, name: str) -> None:
-        """`each` is what a task asks for, by the names of Ray's arguments; `name` is that of `_begin`."""
+        """`each` has a task's resources by the names of `ray.remote`'s arguments; `name` is the map's, see `_begin`."""
         self.name = name
         super().__init__(ray, 1, most, amounts_of(each), say)
 
     def _groups(self) -> dict[str, Any]:
-        return {}  # tasks are in none
+        return {}  # tasks have no placement groups
 
     def look(self) -> bool:
-        """Do as every Waiting, but nothing in a Ray of this machine alone, which has room."""
+        """Do the same as `Waiting.look`. A local Ray never waits: nothing is printed, and the answer is False."""
         return joining() and super().look()
 
     def _placed(self) -> bool:
-        """Return whether a machine is large enough for a task, and a task has begun, so that the others take turns."""
+        """Return whether a machine is large enough for a task and a task has begun: then the others run in turn."""
         return self._fits() and _begun(self.name)
 
 
 def _begin(name: str) -> None:
-    """Tell the cluster, in a task, that a task of the map with this name has begun."""
+    """Store in the cluster that a task of the map `name` has begun. Called in the task."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(name, b"1")
 
 
 def _begun(name: str) -> bool:
-    """Return whether a task has called `_begin`."""
+    """Return whether a task of the map `name` has called `_begin`."""
     from ray.experimental.internal_kv import _internal_kv_exists
 
     return bool(_internal_kv_exists(name))
 
 
 def _forget(name: str) -> None:
-    """Take back what `_begin` told the cluster, which may outlive many maps."""
+    """Delete the key that `_begin` has stored, as a cluster may outlive many maps."""
     from ray.experimental.internal_kv import _internal_kv_del
 
-    with contextlib.suppress(Exception):  # the cluster may have gone
+    with contextlib.suppress(Exception):  # the cluster may have ended
         _internal_kv_del(name)
 
 
 def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
-    """Return the resources of a task with a GPU: as many CPUs as every machine with GPUs has for each of them.
+    """Return the resources of a task with a GPU, and with the CPUs per GPU of the machine that has the fewest.
 
-    A cluster that may grow is asked for `number` GPUs while it has none, and a line says so. Raises UserError when Ray
-    is this machine alone, and it has no GPU."""
+    While a cluster has no GPU, it is asked for `number` of them, and a line is printed. Raises UserError when Ray is
+    local and this machine has no GPU."""
     if joining() and not any(node.get("GPU") for node in machines(ray)):
         with reserve_workers(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
-            pass  # an autoscaler has started machines, whose shares are known now
+            pass  # the cluster has machines with GPUs now, so their CPUs per GPU are known
     shares = [node.get("CPU", 1) // node["GPU"] for node in machines(ray) if node.get("GPU")]
     if not shares:
         raise UserError("gpus: this machine has no GPU; without --gpus the tasks use CPUs, RAY_ADDRESS names a cluster")
@@ -130,15 +129,15 @@ def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
 
 
 def amounts_of(each: Mapping[str, float]) -> dict[str, float]:
-    """Return amounts of resources by Ray's names of them instead of its arguments'."""
+    """Return amounts of resources under Ray's names such as CPU, given those under arguments such as num_cpus."""
     return {name: float(each[key]) for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")) if key in each}
 
 
 def _as_function(
     function: bytes, packed: Mapping[str, plugins.Sources], cpus: float, name: str
 ) -> Callable[[bytes], Any]:
-    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, as the
-    function or the task may come from one. The task has so many `cpus`; `name` is that of `_begin`."""
+    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, as either
+    may come from one, and limits the task to `cpus` CPUs. `name` is the map's key in `_begin`."""
 
     def call(task: bytes) -> Any:
         _begin(name)
@@ -152,7 +151,7 @@ def _as_function(
 def _results(
     ray: Any, remote: Any, tasks: Iterator[bytes], width: Callable[[], int], look: Callable[[], object]
 ) -> Iterator[Any]:
-    """Yield the results, with at most `width()` tasks handed to Ray. `look` is called every second."""
+    """Yield the results of the tasks. At most `width()` are handed to Ray at a time; `look` is called every second."""
     running: set[Any] = set()
     most, asked = width(), time.monotonic()
     while True:
@@ -169,15 +168,14 @@ def _results(
 
 
 def scanner() -> ScanAll:
-    """Return what reads tars to index them: the cluster of RAY_ADDRESS if that is set, else threads of this process."""
+    """Return the function that reads tars to index them: on the cluster at RAY_ADDRESS or, without it, in threads."""
     return scan_on_cluster if joining() else scan_here
 
 
 def scan_on_cluster(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield shards with the rows of their samples, or images with what was read of them, in any order, each read by a
-    task on the cluster.
+    """Yield shards with the rows of their samples, or images with what was read from them, in any order.
 
-    What is at a local path is read here, as other machines may not have it.
+    Each remote one is read by a task on the cluster, local paths in this process, as other machines may not have them.
     """
     for far, some in itertools.groupby(things, key=lambda thing: is_remote(thing.url)):
         scan = functools.partial(ray_map, scan_shard) if far else scan_here

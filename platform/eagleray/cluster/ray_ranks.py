@@ -20,20 +20,20 @@ from eagleray.engine import world
 T = TypeVar("T")
 R = TypeVar("R")
 Note = Callable[[str], None]
-ATTEMPTS = 3  # starts of all processes, if one of them dies
-TOGETHER = 3.0  # seconds after a failure in which the other ranks say why they failed
+ATTEMPTS = 3  # largest number of starts of all processes, if one of them dies each time
+TOGETHER = 3.0  # seconds to wait after a rank's failure for the errors of other ranks
 
 
 class Died(RuntimeError):
-    """A process of a rank has died."""
+    """The process of a rank has died."""
 
 
 def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: bool, note: Note) -> R:
-    """Return what `function(task, note)` returns on rank 0 of `workers` processes. They are started on the cluster of
-    RAY_ADDRESS if that is set, else in a Ray on this machine. Each has CPUs of its own and, with `gpus`, a GPU.
+    """Return what `function(task, note)` returns on rank 0 of `workers` processes. They run on the cluster at
+    RAY_ADDRESS or, without it, on a local Ray. Each has CPUs of its own and, with `gpus`, a GPU.
 
-    The lines that rank 0 notes are noted here. If a process dies, all of them are started again: the function has to
-    continue from what it has saved. If the function fails on one rank, the others are ended.
+    Lines that the function passes to its `note` on rank 0 are passed to `note` here. If a process dies, all are started
+    again: the function has to continue from what it has saved. If it fails on one rank, the others are ended.
 
     Raises the UserError or Outage that the function raises, UserError when `gpus` is true and this machine has none,
     and RuntimeError for any other failure."""
@@ -50,13 +50,13 @@ def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: 
 
 
 def cpu_share(nodes: Sequence[Mapping[str, float]], workers: int) -> int:
-    """Return the largest number of CPUs of which that many workers find room on the machines; 1 if there is none."""
+    """Return the most CPUs per worker with which `workers` workers fit on the machines `nodes`; 1 if they never fit."""
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     return max((n for n in range(1, max(cpus, default=0) + 1) if sum(c // n for c in cpus) >= workers), default=1)
 
 
 def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, float], note: Note) -> Any:
-    """Start the ranks, wait for rank 0's result, and end the ranks."""
+    """Start all ranks, wait for the result of rank 0 and return it. The ranks are always ended."""
     from ray import cloudpickle
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -66,7 +66,7 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
         lines = _queue(ray)
         ends.callback(lines.shutdown, force=True)
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        # Ranks in the order of the machines: each finds again what an earlier function has kept on its machine.
+        # Ranks are sorted by machine, so that each finds what an earlier function has stored on its machine.
         bundles = sorted(range(workers), key=lambda bundle: nodes[bundle])
         for rank, bundle in enumerate(bundles):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -81,7 +81,7 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
 
 
 def _queue(ray: Any) -> Any:
-    """Return the queue of rank 0's lines. It is on this machine, so that it is lost with no other one."""
+    """Return a queue for rank 0's lines. It is on this machine, so that the loss of another one does not end it."""
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -90,7 +90,7 @@ def _queue(ray: Any) -> Any:
 
 
 def _show(lines: Any, note: Note) -> None:
-    """Note the lines of rank 0. Raises Died when their queue is lost."""
+    """Pass the lines of rank 0 to `note`. Raises Died when their queue is lost."""
     from ray.exceptions import RayActorError
 
     try:
@@ -104,7 +104,7 @@ def _show(lines: Any, note: Note) -> None:
 def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
     """Wait until all ranks are done, and call `look` meanwhile.
 
-    Raises the error that explains the failure of a rank: the others only lose their connection to it."""
+    If ranks fail, raises the error that is the cause, as some only lose their connection to another rank."""
     pending, errors, end = list(results), dict[int, Exception](), float("inf")
     while pending and time.monotonic() < end:
         ready, pending = ray.wait(pending, num_returns=1, timeout=0.5)
@@ -120,7 +120,7 @@ def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
 
 
 def _explain(errors: Mapping[int, Exception]) -> Exception:
-    """Return the error to raise for those of some ranks: one for the user, a process that died, or another."""
+    """Return the error to raise, given those of ranks: a UserError or Outage, else a death, else another."""
     from ray.exceptions import RayTaskError
 
     causes = {rank: getattr(e, "cause", e) if isinstance(e, RayTaskError) else e for rank, e in errors.items()}
@@ -135,7 +135,7 @@ def _explain(errors: Mapping[int, Exception]) -> Exception:
 
 
 class Rank:
-    """One rank, in an actor of Ray."""
+    """One rank, as a Ray actor."""
 
     def __init__(self, rank: int, size: int, each: Mapping[str, float], packed: Any) -> None:
         plugins.install(packed)
@@ -144,13 +144,13 @@ class Rank:
         give_cpus(each["num_cpus"])
 
     def listen(self) -> tuple[str, int]:
-        """Open the key-value store through which the ranks meet, and return its address."""
+        """Open the key-value store through which the ranks meet, and return its host and port."""
         from eagleray.cluster import process_group
 
         return process_group.listen()
 
     def run(self, address: tuple[str, int], payload: bytes, lines: Any) -> bytes:
-        """Join the process group and call the function. Returns rank 0's result, pickled, and nothing on others."""
+        """Join the process group and call the function. Returns the pickled result of rank 0, and b"" on others."""
         from ray import cloudpickle
 
         from eagleray.cluster.process_group import bind
@@ -161,6 +161,6 @@ class Rank:
         backend = f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}" if self.gpus else "gloo"
         store = td.TCPStore(*address, is_master=False)
         td.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
-        result = function(task, lines.put if self.rank == 0 else lambda _: None)  # all ranks say the same
-        td.barrier()  # no rank leaves while another one still talks to it
+        result = function(task, lines.put if self.rank == 0 else lambda _: None)  # the lines of all ranks are the same
+        td.barrier()  # a rank that ended now would break a collective operation of others
         return bytes(cloudpickle.dumps(result)) if self.rank == 0 else b""

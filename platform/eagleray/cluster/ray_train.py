@@ -1,6 +1,7 @@
 """Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user.
 
-On a cluster this is the head's work, for every run at once: nothing here imports PyTorch but the workers, elsewhere.
+On a cluster these functions run on the head, for every run at once. Only workers import PyTorch, to save the head's
+memory.
 """
 
 import contextlib
@@ -31,17 +32,17 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.stop_request import notes_of
 from eagleray.runs.tracking import Tracking
 
-# Seconds between two looks whether there is room for more workers: a run on a cluster that grows by a node every few
-# seconds still spends most of its time training.
+# Seconds between two checks for room for more workers: a run on a cluster that grows by a node every few seconds still
+# spends most of its time training.
 RESIZE = 60.0
-FINEST = 10_000  # parts of a CPU: Ray counts no smaller ones
+FINEST = 10_000  # Ray's resolution of resources: parts per CPU
 
 
 def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any] | None:
-    """Train on `recipe.workers` Ray workers, on the cluster of RAY_ADDRESS if that is set, else in a Ray that is
-    started on this machine.
+    """Train on `recipe.workers` Ray workers, on the cluster at RAY_ADDRESS or, without it, on a local Ray.
 
-    Returns the summary, or None when the run was asked to stop. Raises UserError.
+    Returns the summary, or None when the run was asked to stop. Raises UserError for what the user can correct, Outage
+    when a store does not answer, and RuntimeError for any other failure of the run.
     """
     run = run_store(recipe.out)
     log = run.view / layout.RAY_LOG
@@ -50,7 +51,7 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
             return fit(ray, recipe, tracking=tracking, command=command, say=say)
     finally:
         if log.exists():
-            with contextlib.suppress(UserError, Outage):  # the run's own error says more
+            with contextlib.suppress(UserError, Outage):  # an error here must not hide the run's own
                 run.share(log)
 
 
@@ -63,23 +64,23 @@ def fit(
     callbacks: Sequence[Any] = (),
     say: Say = lambda line: None,
 ) -> dict[str, Any] | None:
-    """Train in a Ray that is connected already. `callbacks` are passed to Ray Train; `say` gets a line while the run
-    waits for resources. Returns and raises the same as `launch`."""
+    """Train in a Ray that is already connected. `callbacks` are passed to Ray Train, and `say` gets a line while the
+    run waits for resources. Returns and raises the same as `launch`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from eagleray.cluster import process_group
 
     least, most = recipe.ranks
-    # Ray waits so long for workers before it makes do with fewer.
+    # Seconds that Ray waits for all workers before it starts with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a dead worker is noticed within this time
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # seconds until a dead worker is noticed
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{HANGING:.0f}")
     gpu, cpus = resources(recipe, machines(ray))
     if gpu:
         process_group.watch_hangs(recipe.data.patience)
     elif recipe.precision == "fp16":
-        raise UserError(NO_FP16)  # an error here is one line; a worker's comes later
+        raise UserError(NO_FP16)  # raised here, as the same error in a worker would come later
     each = {"CPU": cpus} | ({"GPU": 1.0} if gpu else {})
     reservation = Reservation(ray, recipe.out)
     controller = Controller(reservation.name)
@@ -91,7 +92,7 @@ def fit(
         train_loop_config={
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
-            "tracking": tracking,  # not in pieces: Ray records them, and the address may hold a password
+            "tracking": tracking,  # one object, as Ray records plain values, and its address may have a password
             "cpus": cpus,
             "timeout": process_group.limit(recipe.data.patience),
             "command": command,
@@ -106,7 +107,7 @@ def fit(
         run_config=RunConfig(
             name=f"train-{began:.3f}",
             storage_path=str(run_store(recipe.out).view / ".ray"),
-            # Whether to go on is decided by what the run has saved since, see `RunDir.begin` and `failure.count`.
+            # Ray always starts again; `RunDir.begin` and `failure.count` decide by what was saved whether to go on.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[*callbacks, save_before_resize(), controller.callback()],
         ),
@@ -123,10 +124,10 @@ def fit(
 
 
 def _summary(result: Any, out: str, command: str) -> Any:
-    """Return what rank 0 of a command's run has returned. Raises the run's error, or that of Ray."""
+    """Return the summary that rank 0 has returned. Raises the stored failure of the command's run, or Ray's error."""
     raise_failure(out, command)
     if isinstance(result, BaseException):
-        os.write(2, f"{result}\n".encode())  # dozens of lines, such as who had how much memory when Ray ended a worker
+        os.write(2, f"{result}\n".encode())  # dozens of lines, such as the memory of each process when Ray killed one
         where = f"see {layout.LOG} and {layout.RAY_LOG} in {out}"
         raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
     return result.return_value
@@ -140,9 +141,9 @@ def work(given: dict[str, Any]) -> Any:
 
 
 def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
-    """Return a function that says whether somebody asks the run of a command to stop; no, while the store does not
-    answer. It raises Outage when the store has not answered for `patience` seconds."""
-    run, away = run_store(out), None  # `away` is the time at which the store stopped answering
+    """Return a function that says whether a person or the command itself has asked the command's run to stop. While the
+    store does not answer, it returns False; after `patience` seconds of that it raises Outage."""
+    run, away = run_store(out), None  # `away`: time.monotonic() when the store stopped answering
 
     def look() -> bool:
         nonlocal away
@@ -160,9 +161,9 @@ def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
 
 
 def raise_failure(out: str, command: str) -> None:
-    """Raise the error of a command's run that no restart can mend, if there is one.
+    """Raise the stored error that no restart of a command's run can mend, if there is one.
 
-    Its traceback is added to the log of a remote run, which is rank 0's: another rank may have failed elsewhere.
+    Its traceback is added to the log of a remote run, as that is rank 0's log and another rank may have failed.
     """
     failure = failure_of(out, command)
     if failure is None:
@@ -170,15 +171,14 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # a rank writes to a folder itself
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a folder, a rank has written it
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 
 def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
-    """Return the resources of each worker: a GPU if the recipe or the cluster has GPUs, and a number of CPUs. Raises
-    UserError when there are GPUs, but fewer than workers, and when there is neither and the recipe does not say which
-    of the two to wait for."""
+    """Return whether each worker gets a GPU, as the recipe or the cluster says, and its number of CPUs. Raises
+    UserError when the recipe does not set `gpus`, and there are fewer GPUs than workers or neither GPUs nor CPUs."""
     least, most = recipe.ranks
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if recipe.gpus is None and 0 < gpus < least:
@@ -192,22 +192,22 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
             "gpus=false for CPUs"
         )
     gpu = gpus >= least if recipe.gpus is None else recipe.gpus
-    # What is there per worker, on the machine that has the least of it; machines that only direct have none.
+    # CPUs per worker, on the machine that has the fewest. Machines without CPUs and GPUs, such as a head, do not count.
     if gpu:
         shares = [n.get("CPU", 1) / n["GPU"] for n in nodes if n.get("GPU")]
     else:
         with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
         shares = [*with_cpus, sum(with_cpus) / most] if with_cpus else []
     each = max(math.floor(FINEST * min(shares, default=1) + 1e-6), 1) / FINEST
-    whole = each >= 1 or gpu or least < most  # Ray resizes by whole CPUs
+    whole = each >= 1 or gpu or least < most  # elastic runs need whole CPUs
     return gpu, max(int(each), 1) if whole else each
 
 
 def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool], abort: Callable[[], object]) -> Any:
-    """Run the trainer in a thread of its own, and return Ray's result or the error: in the main thread Ray would handle
-    Ctrl-C itself, but the run has to save first. Meanwhile say what the run waits for, if it does. When it is stopped
-    before there was room for it, no worker is there to see that: `abort` is called, which ends the trainer and its
-    thread, and None is returned."""
+    """Run the trainer, and return Ray's result or the error. It runs in a thread of its own, as in the main thread Ray
+    would handle Ctrl-C itself, but the run has to save first. Meanwhile `waiting` says what the run waits for. If it is
+    stopped before its workers have started, no worker can see the request: then `abort`, which ends the trainer and its
+    thread, is called, and None is returned."""
     result = begin(trainer.fit, "ray-train")
     while not result.done():
         wait([result], 0.2)

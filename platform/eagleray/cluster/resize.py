@@ -5,34 +5,34 @@ import threading
 import time
 from typing import Any
 
-PATIENCE = 120.0  # seconds that a run has to save; then Ray ends the workers without it
-_asked, _saved = threading.Event(), threading.Event()  # rank 0's process sets them, anew for each start of the workers
+PATIENCE = 120.0  # seconds to wait for the run to save before Ray ends its workers anyway
+_asked, _saved = threading.Event(), threading.Event()  # state of rank 0's worker process; each start has a new process
 
 
 def ask_to_save() -> None:
-    """Ask the run to save and to end its workers. Called in the process of rank 0."""
+    """Ask the run to save and to end its workers. Called in rank 0's worker."""
     _asked.set()
 
 
 def asked_to_save() -> bool:
-    """Return whether Ray is waiting for the run to save."""
+    """Return whether Ray waits for the run to save."""
     return _asked.is_set()
 
 
 def note_saved() -> None:
-    """Let Ray go on. Called in the process of rank 0 when all ranks have saved, or have failed."""
+    """Let Ray continue. Called in rank 0's worker when all ranks have saved, or have failed."""
     _saved.set()
 
 
 def has_saved() -> bool:
-    """Return whether the run has saved what Ray waits for. Called in the process of rank 0."""
+    """Return whether the run has saved, for which Ray waits. Called in rank 0's worker."""
     return _saved.is_set()
 
 
 def save_before_resize() -> Any:
-    """Return a callback for Ray Train that makes a run save before its workers are ended to start more or fewer.
+    """Return a callback for Ray Train that lets a run save before its workers are replaced by more or fewer.
 
-    Without it Ray ends them at once, and the steps since the last checkpoint are lost.
+    Without the callback Ray ends them at once, and the steps since the last checkpoint are lost.
     """
     import ray
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -47,7 +47,7 @@ def save_before_resize() -> Any:
             self.group = None
 
         def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-            self.group = None  # the ranks that are left wait for the failed one and cannot save
+            self.group = None  # after a failure no rank can save, as each waits for the failed one
 
         def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
             if self.group is None:  # there is nothing to save before the first start and after a failure

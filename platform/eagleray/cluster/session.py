@@ -1,6 +1,6 @@
-"""Connect to Ray for the length of a command: to the cluster of RAY_ADDRESS, or to one started on this machine.
+"""Connect to Ray for the length of a command: to the cluster at RAY_ADDRESS or, without it, to a local Ray.
 
-The latter is closed to the machine's other users, who could run code as this one.
+Other users of this machine cannot connect to a local Ray, where they could run code as this user.
 """
 
 import functools
@@ -27,15 +27,15 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about its own default
 }
-STORE = 100 * 2**20  # bytes of Ray's object store, which nothing of ours needs more of
+STORE = 100 * 2**20  # size of a local Ray's object store in bytes, enough for everything here
 
 
 @contextmanager
 def session(*, cpus: int | None = None) -> Iterator[Any]:
-    """A context with a connection to Ray. Ray is started on this machine with `cpus` CPUs, by default all, unless
-    RAY_ADDRESS names a cluster. Raises RuntimeError when Ray does not answer."""
+    """A context with a connection to Ray: to the cluster at RAY_ADDRESS or, without it, to a local Ray that is started
+    with `cpus` CPUs, by default all. Raises RuntimeError when Ray does not answer."""
     for key, value in ENVIRONMENT.items():
-        if not (joining() and key == "RAY_AUTH_MODE"):  # a cluster has its own
+        if not (joining() and key == "RAY_AUTH_MODE"):  # a cluster decides how to authenticate
             os.environ.setdefault(key, value)
     import ray
 
@@ -48,7 +48,7 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
     before = signal.getsignal(signal.SIGTERM)
     _connect(ray, {} if joining() else own)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # ray.init takes it, and a run saves first
+        signal.signal(signal.SIGTERM, before)  # ray.init replaces the handler with which a run saves first
     try:
         yield ray
     finally:
@@ -56,26 +56,26 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
 
 
 def joining() -> bool:
-    """Return whether RAY_ADDRESS names a cluster, which may grow; else Ray is this machine alone."""
+    """Return whether RAY_ADDRESS names a cluster, which may grow; otherwise Ray is local to this machine."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def machines(ray: Any) -> list[Mapping[str, float]]:
-    """Return the resources of each machine that is up."""
+    """Return the resources of each machine that is up, by Ray's names."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @contextmanager
 def divert_stderr(path: Path) -> Iterator[None]:
-    """A context in which what Ray's libraries print goes to the end of a file, such as dozens of lines after a node was
-    lost. They write to the process's standard error; what Python prints there is printed as before."""
+    """A context in which the output of Ray's libraries, such as dozens of lines after a node was lost, is appended to a
+    file. They write to the process's standard error. What Python code writes to sys.stderr is printed as before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     before, kept = sys.stderr, os.dup(2)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 2)
     shown = os.fdopen(os.dup(kept), "w", buffering=1)
-    if before is sys.__stderr__:  # not a stream that a test or a notebook has put there
+    if before is sys.__stderr__:  # a test or a notebook may have replaced it
         sys.stderr = shown
     try:
         yield
@@ -87,7 +87,7 @@ def divert_stderr(path: Path) -> Iterator[None]:
 
 
 def _connect(ray: Any, options: dict[str, Any]) -> None:
-    """Connect to Ray, and try once more after a failure, as Ray gives up on a busy machine after a fixed time."""
+    """Connect to Ray. A failure is retried once, as Ray's fixed time limit may be too short on a busy machine."""
     for last in (False, True):
         try:
             with _servers_apart():
@@ -103,27 +103,27 @@ def _connect(ray: Any, options: dict[str, Any]) -> None:
 def _servers_apart() -> AbstractContextManager[None]:
     """A context in which Ray starts its servers in process groups of their own.
 
-    `timeout` and others send SIGTERM to the whole group of a command. A run saves then, for which it needs Ray.
+    `timeout` and others send SIGTERM to a command's whole process group. The run then saves, for which it needs Ray.
     """
     services: Any = importlib.import_module("ray._private.services")
     return replaced(services, "ConsolePopen", functools.partial(services.ConsolePopen, process_group=0))
 
 
 def session_dir() -> Path:
-    """Return a folder for the sessions of Ray, within one that only this user can enter, as Ray opens its own to all.
+    """Return a folder for Ray's sessions, within one that only this user can enter: Ray lets everybody enter its own.
 
-    Its path is short, as those of sockets have at most 107 characters."""
+    Its path is short, as paths of sockets have at most 107 characters."""
     base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     path = base / f"ray-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_ours(path, stat.S_ISDIR):  # somebody else was there first
+    if not _is_ours(path, stat.S_ISDIR):  # another user owns a file of this name
         path = Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     path.chmod(0o700)
     return path / "ray"
 
 
 def protect_token() -> None:
-    """Create the token that Ray would create, or close the one that it has created, for everybody but this user."""
+    """Create Ray's token file, or close an existing one to other users. Does nothing if a variable sets the token."""
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
     path = Path.home() / ".ray" / "auth_token"

@@ -1,8 +1,8 @@
-"""Keep a process that has imported everything, and fork from it the processes that train.
+"""Keep a spare process that has imported everything, and fork the training processes from it.
 
-A forked process imports nothing, which is most of what a new one takes seconds for. The process that waits has neither
-threads of Python nor a device in use, as a fork would not survive them; the worker that it belongs to has many threads.
-It also keeps a fork of itself for them, from which they let their loader processes be forked.
+Imports are most of the seconds that a new process takes, and a forked one needs none. The spare process has neither
+Python threads nor a device in use, which would not survive a fork; its worker has many threads. It also starts a fork
+server, a fork of itself, from which training processes let their loader processes be forked.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from typing import Any, NoReturn
 
 from eagleray.base import fork_server
 
-BEAT = 1.0  # seconds between two signs of life of a forked process
-HANGING = 45.0  # seconds without one after which it counts as dead
-PATIENCE = 10.0  # seconds that the process that waits has to end
-IMPORT = 600.0  # seconds that it has to import everything, which a cold disk of a network makes slow
-ANSWER = 30.0  # seconds that it has to fork, once it has done so before
-ALIVE, ENDED = "alive", "ended"  # said by a forked process, and said of it
+BEAT = 1.0  # seconds between two heartbeats of a forked process
+HANGING = 45.0  # seconds without a heartbeat after which a forked process counts as dead
+PATIENCE = 10.0  # seconds to wait for the spare process to end before it is killed
+IMPORT = 600.0  # timeout in seconds of the first fork, which waits for imports, perhaps from a slow network disk
+ANSWER = 30.0  # timeout in seconds of later forks
+ALIVE, ENDED = "alive", "ended"  # a forked process's heartbeat, and the word for its end
 NAME = "eagleray-rank"  # `ps` and `top` show forked ranks under this name
-Said = tuple[Any, ...]  # a word, and what belongs to it
+Said = tuple[Any, ...]  # a word and its values
 
 
 class WorkerLine:
-    """The end of a pipe that a forked process has; the worker that it trains for has the other one.
+    """A forked process's end of the pipe between it and its worker.
 
-    A thread gives a sign of life every second. When the worker has gone, it kills this process and those below it."""
+    A thread sends a heartbeat every BEAT seconds. If the worker has ended, it kills this process and its children."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self.connection, self.lock, self.words = connection, threading.Lock(), set[str]()
@@ -45,16 +45,16 @@ class WorkerLine:
         threading.Thread(target=self._listen, name="line", daemon=True).start()
 
     def send(self, word: str, *values: Any) -> None:
-        """Tell the worker something."""
+        """Send a word and its values to the worker."""
         with self.lock:
             self.connection.send((word, *values))
 
     def told(self, word: str) -> bool:
-        """Return whether the worker has said a word."""
+        """Return whether the worker has sent a word."""
         return word in self.words
 
     def wait_for(self, word: str) -> None:
-        """Wait until the worker says a word."""
+        """Wait until the worker sends a word."""
         with self.heard:
             self.heard.wait_for(lambda: word in self.words)
 
@@ -72,11 +72,11 @@ class WorkerLine:
 
 
 class Spare:
-    """The process that waits, as its worker sees it, and the one process at a time that is forked from it."""
+    """The worker's handle of its spare process, and of the one process at a time that is forked from it."""
 
     def __init__(self, target: str) -> None:
-        """`target` is the function that forked processes call, as `module:function`. It is given the process's
-        WorkerLine, and what `fork` is given."""
+        """`target`, as `module:function`, names the function that forked processes call. Its arguments are the
+        process's WorkerLine and the arguments of `fork`."""
         self.connection, theirs = multiprocessing.Pipe()
         end = theirs.fileno()
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({end}, {target!r})"
@@ -84,12 +84,12 @@ class Spare:
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[end])
         theirs.close()
         self.line: Connection[Any, Any] | None = None
-        self.forked = 0  # the number of the forked process, until it has ended
+        self.forked = 0  # id of the forked process; 0 if there is none
         self.limit = IMPORT
 
     def fork(self, *arguments: Any) -> int:
-        """Fork a process that calls the target, and return its number; waits until everything is imported. Raises
-        RuntimeError when the process that waits has ended or does not answer."""
+        """Fork a process that calls the target, and return its id, after waiting until everything is imported. Raises
+        RuntimeError when the spare process has ended or does not answer."""
         self.line, theirs = multiprocessing.Pipe()
         with self._alive(), theirs:
             self.connection.send_bytes(pickle.dumps(arguments))
@@ -100,24 +100,23 @@ class Spare:
         return self.forked
 
     def tell(self, word: str) -> None:
-        """Say a word to the forked process, which may have ended."""
+        """Send a word to the forked process, which may have ended."""
         if self.line:
             with contextlib.suppress(OSError):
                 self.line.send(word)
 
     def kill(self) -> None:
-        """Kill the forked process and those below it, also when the process that waits hangs."""
+        """Kill the forked process and its child processes, even if the spare process hangs."""
         _kill(self.forked)
 
     def give_up(self, seconds: float) -> NoReturn:
-        """Kill the process that waits, which has not answered for so long. Raises RuntimeError, so that the worker is
-        replaced."""
+        """Kill the spare process, silent for `seconds`. Raises RuntimeError, so that Ray replaces the worker."""
         self.process.kill()
         raise RuntimeError(f"the process that training is forked from gave no answer for {seconds:.0f} s")
 
     def hear(self, seconds: float) -> list[Said]:
-        """Return what the forked process has said, after waiting so long for it at most. The last is ("ended", status)
-        when it has ended, with a negative number for a signal."""
+        """Return the words that the forked process has sent, after waiting for at most `seconds`. When it has ended,
+        the last is ("ended", status), with status -N after signal N."""
         ends = [self.connection, self.line] if self.line else [self.connection]
         with self._alive():
             if self.connection not in wait(ends, seconds):
@@ -128,7 +127,7 @@ class Spare:
         return [*said, (ENDED, status)]
 
     def close(self) -> None:
-        """End the process that waits, and the one that was forked from it."""
+        """End the spare process and the one forked from it."""
         self.connection.close()
         if self.line:
             self.line.close()
@@ -149,7 +148,7 @@ class Spare:
 
     @contextlib.contextmanager
     def _alive(self) -> Any:
-        """A context that says what it means that the connection to the process that waits has ended."""
+        """A context that turns a lost connection to the spare process into a RuntimeError."""
         try:
             yield
         except (EOFError, OSError) as e:
@@ -157,16 +156,16 @@ class Spare:
 
 
 def serve(descriptor: int, target: str) -> NoReturn:
-    """Import what a function needs, then fork a process that calls it whenever the worker asks, until that has gone.
+    """Import the target, and fork a process that calls it each time the worker asks, until the worker has ended.
 
-    This function runs in the process that waits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which asks the run to stop
+    This function runs in the spare process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and asks the run to stop
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray starts its workers with some signals blocked
     worker: Connection[Any, Any] = Connection(descriptor)
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     gc.collect()
-    gc.freeze()  # the collector would write to pages that forked processes share
+    gc.freeze()  # the garbage collector would write to shared pages, which copies them
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -177,7 +176,7 @@ def serve(descriptor: int, target: str) -> NoReturn:
         if awake in ready:
             os.read(awake, 4096)
             if process and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _kill(process)  # its children may hold its locks
+                _kill(process)  # its child processes may hold its locks
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 process = 0
                 with contextlib.suppress(OSError):
@@ -194,20 +193,20 @@ def serve(descriptor: int, target: str) -> NoReturn:
             fork_server.start_here()
             process = os.fork() or _run(function, asked, line, [worker.fileno(), awake, wake])
             os.close(line)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does the same, and may be first
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too: either may be first
                 os.setpgid(process, process)
             worker.send(process)
 
 
 def _kill(process: int) -> None:
-    """Kill a forked process and those below it, which are one process group. Does nothing for 0."""
+    """Kill a forked process and its child processes, which are one process group. Does nothing for 0."""
     if process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
 
 
 def _run(function: Callable[..., Any], asked: bytes, line: int, close: list[int]) -> NoReturn:
-    """Call the function in the forked process, and end it."""
+    """Call the function in the forked process, then end the process."""
     status = 1
     try:
         os.setpgid(0, 0)

@@ -1,7 +1,7 @@
-"""Follow the process that trains one rank, and begin all ranks again when one of them dies, fails or hangs.
+"""Supervise the process that trains one rank, and restart the processes of all ranks when one dies, fails or hangs.
 
-Each worker of Ray Train follows a process of its own. The workers tell each other how it goes in a key-value store of
-rank 0's worker, under the number of the attempt: what ended it, how many processes have gone, and how many are done.
+Each worker of Ray Train supervises one training process. The workers agree through a key-value store of rank 0's
+worker. For each attempt it has the reason of its end, and the numbers of processes that are done and that have gone.
 """
 
 import itertools
@@ -23,26 +23,26 @@ from eagleray.runs import layout
 
 log = logging.getLogger(__name__)
 PROCESS = (
-    "eagleray.cluster.rank_process:train"  # the function that forked processes run; only the waiting process imports it
+    "eagleray.cluster.rank_process:train"  # the function that forked processes run; only the spare process imports it
 )
-LOOK = 0.2  # seconds between two looks at the store, at most
-NOTICE = 1.0  # seconds that a process has to end by itself when another rank has died
-LEAVE = 10.0  # seconds that a process has to end when all are done, or when it was killed
-BRIEF = 20.0  # seconds below which an attempt is one of several in vain, perhaps
-PAUSE = 10.0  # seconds before the next attempt, at most
+LOOK = 0.2  # largest number of seconds between two reads of the store
+NOTICE = 1.0  # seconds a process gets to end by itself when another rank has died
+LEAVE = 10.0  # seconds a process gets to end when all are done, or when it was killed
+BRIEF = 20.0  # seconds: shorter attempts in a row lead to longer pauses
+PAUSE = 10.0  # longest pause in seconds before the next attempt
 NEVER = float("inf")
 
-# What a process says last; the others are WARNED, SHOW and FAIL.
+# The last word of a training process is one of the first line. It may send SHOW and FAIL before; the others go to it.
 DONE, PREEMPTED, SUPERSEDED, FAILED = "done", "preempted", "superseded", "failed"
 WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
 
 class Ending(NamedTuple):
-    """Says how this rank's part of an attempt ended: one of the last words of its process, and what belongs to it."""
+    """How this rank's part of an attempt ended: the last word of its process, and the values sent with it."""
 
     word: str
     value: Any = None
-    failure: dict[str, Any] | None = None  # the record of an error, kept if the run fails by it
+    failure: dict[str, Any] | None = None  # the record of an error, stored if the run fails because of it
 
 
 class Supervisor:
@@ -52,10 +52,10 @@ class Supervisor:
         self.spare, self.store, self.rank, self.size, self.worker = spare, store, rank, size, worker
 
     def run(self, *arguments: Any) -> Any:
-        """Return what the process returns when all ranks are done, and None when the run has failed for good.
+        """Return the result of the process when all ranks are done, or None when the run has failed for good.
 
-        The process is given the number of the attempt, why there is another one, and `arguments`. Raises Preempted and
-        Superseded when the process does, and RuntimeError or DistError when Ray has to start all workers again."""
+        The process gets the number of the attempt, why the previous one ended, and `arguments`. Raises Preempted and
+        Superseded when the process does, and RuntimeError or DistError when Ray has to restart all workers."""
         brief, why = 0, ""
         for attempt in itertools.count(1):
             began = time.monotonic()
@@ -79,30 +79,30 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _count(self, ending: Ending, why: str) -> None:
-        """Count this rank's error if it has ended the attempt. Those of ranks that lost their connection to a process
-        that died do not count: a run on machines that come and go may lose many between two checkpoints."""
+        """Count this rank's error if it ended the attempt. Errors of ranks that lost their connection to a process that
+        died do not count: if machines come and go, there may be many between two checkpoints."""
         if ending.failure is None or ending.value != why or self.store.check([FAIL]):
             return
         if self.worker.count(ending.failure):
             self.store.set(FAIL, str(self.rank))
 
     def _meet(self, attempt: int, where: str) -> None:
-        """Wait until all ranks are there: when the processes of all have `gone`, and what they have said is written
-        down, and when an error is `counted`."""
+        """Wait until all ranks have got here. `where` is "gone", when all processes have ended and all reasons are
+        stored, or "counted", when an error has been counted."""
         self.store.add(f"{attempt}/{where}", 1)
         while self.store.add(f"{attempt}/{where}", 0) < self.size:
             time.sleep(LOOK / 4)
 
 
 def pause(brief: int) -> float:
-    """Return the seconds before the next attempt, after so many brief ones in a row."""
+    """Return the seconds to wait before the next attempt, after `brief` attempts in a row shorter than BRIEF."""
     return min(2.0**brief - 1, PAUSE)
 
 
 class Following:
-    """One attempt of one rank, from the fork of its process to the end of it.
+    """One attempt of one rank, from the fork of its process to the end of that process.
 
-    A rank either counts as done in the store or writes there why the attempt is over, so that all ranks agree."""
+    In the store a rank either counts as done or writes why the attempt is over, so that all ranks agree."""
 
     def __init__(self, supervisor: Supervisor, attempt: int) -> None:
         self.spare, self.store, self.worker = supervisor.spare, supervisor.store, supervisor.worker
@@ -114,7 +114,7 @@ class Following:
         self.warned = False
 
     def end(self) -> Ending:
-        """Follow the process until it has ended, and return how. Raises RuntimeError when its end is never heard of."""
+        """Follow the process until its end, and return how it ended. Raises RuntimeError when a kill has no effect."""
         while True:
             for word, *values in self.spare.hear(LOOK):
                 self.heard = time.monotonic()
@@ -125,11 +125,11 @@ class Following:
             if self.status is None and (now := time.monotonic()) >= self.kill_at:
                 self.spare.kill()
                 self.killed = min(self.killed, now)
-                if now > self.killed + LEAVE:  # the process that waits hangs, and so does what is forked from it next
+                if now > self.killed + LEAVE:  # the spare process hangs and cannot fork again
                     self.spare.give_up(LEAVE)
 
     def _look(self) -> Ending | None:
-        """Look at the store and at the process. Returns how this attempt ends, when that is known."""
+        """Check the store and the process. Returns how this attempt ended, or None if that is not known yet."""
         if self.last and self.last.word == DONE:
             return self._with_others(self.last)
         if self.status is not None:
@@ -139,7 +139,7 @@ class Following:
         return None
 
     def _take(self, word: str, values: list[Any]) -> None:
-        """Do what the process says, or what its end asks for."""
+        """Handle a word from the process, or the news of its end."""
         if word == ENDED:
             self.status = values[0]
         elif word == SHOW:
@@ -149,7 +149,7 @@ class Following:
             self.store.set(FAIL, str(self.rank))
         elif (
             word in (DONE, PREEMPTED, SUPERSEDED, FAILED) and self.kill_at > 0
-        ):  # a message after the kill comes too late
+        ):  # words sent after the kill are ignored
             self.last = Ending(word, *values)
             if word == DONE:
                 self.store.add(self._key("done"), 1)
@@ -159,7 +159,7 @@ class Following:
                 self._let_go()
 
     def _with_others(self, done: Ending) -> Ending | None:
-        """Let the process go when all ranks are done, and end it when another one has to begin again."""
+        """Let the process end when all ranks are done. If another rank has to restart, kill it and return FAILED."""
         if self.store.add(self._key("done"), 0) == self.size:
             self._let_go()
             return done
@@ -169,16 +169,16 @@ class Following:
         return None
 
     def _ended(self, status: int) -> Ending:
-        """Return how the process ended, and tell the other ranks when they have to begin again."""
+        """Return how the process ended. If it was not told to end, tell the other ranks that the attempt is over."""
         if self.last and self.last.word != FAILED:
             return self.last
-        if self.kill_at == NEVER:  # this explains the errors of ranks that have lost their connection to it
+        if self.kill_at == NEVER:  # the cause when other ranks report lost connections
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
             self.store.set(self._key("over"), f"the process of rank {self.rank} was ended {how}")
         return self.last or Ending(FAILED)
 
     def _watch(self) -> None:
-        """Look whether the process has to be ended, and whether the worker has something to tell it."""
+        """Check whether the process has to be killed, and whether to tell it that the worker was warned."""
         if self._over():
             self.kill_at = time.monotonic() + NOTICE
         elif time.monotonic() - self.heard > HANGING:
@@ -194,7 +194,7 @@ class Following:
             self.kill_at = time.monotonic() + LEAVE
 
     def _give_up(self, why: str) -> None:
-        """End this attempt for all ranks, and kill the process. A reason that is known already is kept."""
+        """End this attempt for all ranks, and kill the process. A reason that another rank has stored stays."""
         self.store.compare_set(self._key("over"), "", why)
         self.kill_at = 0.0
 
@@ -206,30 +206,30 @@ class Following:
 
 
 class RayWorker:
-    """A worker of Ray Train: what a supervisor asks it for, it asks Ray."""
+    """A worker of Ray Train, as its supervisor uses it."""
 
     def __init__(self, out: str, command: str, method: str, user: str) -> None:
         self.out, self.command, self.method, self.user = out, command, method, user
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
-        """Return whether the run has to save, as a machine is taken away or added."""
-        # `ray.train.get_preemption_info` would wait for all workers, one of which may have no process at the moment.
+        """Return whether the run has to save because a machine is taken away or added."""
+        # `ray.train.get_preemption_info` would wait for all workers, but one may have no training process just now.
         from ray.train.v2._internal.execution.context import get_train_context
 
         return get_train_context().preemption_context.preemption_info is not None or asked_to_save()
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Export a record of the run's numbers."""
+        """Export the numbers of a record as Ray metrics."""
         self.gauges = self.gauges or Gauges(self.out, self.method, self.user, steps)
         self.gauges.update(record)
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Keep why no new attempt can mend the run."""
+        """Store why no new attempt can mend the run."""
         fail(self.out, self.command, failure)
 
     def count(self, failure: dict[str, Any]) -> bool:
-        """Count an error that has ended an attempt, and keep it if it came back too often. Returns whether it did."""
+        """Count an error that has ended an attempt. Returns whether it came too often, and then stores the failure."""
         try:
             times = count(self.out, self.command)
         except (UserError, Outage, OSError) as e:
@@ -242,22 +242,22 @@ class RayWorker:
 
 
 def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:
-    """Return the CPUs for the processes of a worker with a GPU: its share of its machine's, by Ray's resources, where
-    that is more than the `least` that it asked Ray for, perhaps before any machine with GPUs was up."""
+    """Return the number of CPUs for the processes of a worker with a GPU: its share of the machine `node`, or `least`
+    if that is more. `least` is what it asked Ray for, perhaps before any machine with GPUs was up."""
     return max(least, int(node.get("CPU", 0) / max(node.get("GPU", 1), 1)))
 
 
 def supervise(given: dict[str, Any]) -> Any:
-    """Train one rank; this function runs in every worker of Ray Train. Ray starts all workers again when it raises.
+    """Train one rank. This function runs in every worker of Ray Train; when it raises, Ray restarts all workers.
 
-    An error that this cannot mend is kept by `fail`, where new workers and the command find it."""
+    `fail` stores an error that no restart can mend, where new workers and the command find it."""
     import ray
     from ray.train.torch import get_device
 
     out, command = given["recipe"]["out"] or "", given["command"]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    if rank == 0:  # one rank asks the store for all
+    if rank == 0:  # only rank 0 reads the failure, for all ranks
         store.set("failed before", str(int(failure_of(out, command) is not None)))
     if store.get("failed before") == b"1":
         return None
@@ -271,6 +271,6 @@ def supervise(given: dict[str, Any]) -> Any:
         return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(device), "cpus": cpus})
     except Preempted:
         note_saved()
-        raise  # the workers that Ray starts sit on other machines, or there are more or fewer of them
+        raise  # Ray's next workers run on other machines, or there are more or fewer
     finally:
         spare.close()

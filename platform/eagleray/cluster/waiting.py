@@ -1,4 +1,4 @@
-"""Say what a run waits for, while the cluster has no room for its workers."""
+"""Print what a run waits for while the cluster has no room for its workers."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,16 +7,16 @@ from typing import Any
 
 from eagleray.cluster.session import machines
 
-LOOK = 5.0  # seconds between two looks
-SOON = 15.0  # seconds in which workers start where there is room
+LOOK = 5.0  # seconds between two checks
+SOON = 15.0  # seconds in which workers start if there is room
 AGAIN = 300.0  # seconds after which the line is printed again
-START = "waiting for "  # `eagleray jobs` recognises the line by its beginning
+START = "waiting for "  # beginning of the line, by which `eagleray jobs` recognises it
 OTHERS = ", but Ray keeps them for runs that asked before"
 Say = Callable[[str], None]
 
 
 class Waiting:
-    """Looks whether the workers of a run have got their resources, and prints a line while they have not."""
+    """Checks whether the workers of a run have got their resources, and prints a line while they have not."""
 
     def __init__(
         self,
@@ -28,9 +28,8 @@ class Waiting:
         kept: Callable[[], Mapping[str, float] | None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`each` is what a worker asks for, by Ray's names of resources; `least` and `most` are numbers of workers.
-        `kept` returns what Ray keeps for the run, if the run can have no more, and `release` makes Ray keep nothing for
-        runs that are dead."""
+        """`each` has the resources of a worker by Ray's names; the run asks for `least` to `most` workers. `kept`
+        returns what Ray reserves for the run, or None if unknown. `release` drops the reservations of dead runs."""
         self.kept, self.release = kept, release
         self.ray, self.say, self.each = ray, say, {k: v for k, v in each.items() if v}
         self.least, self.most = least, most
@@ -40,8 +39,8 @@ class Waiting:
         self.line = ""
 
     def look(self) -> bool:
-        """Print the line when it is due, and a second one when the workers have what they asked for. Returns whether
-        this look has found the run waiting."""
+        """Print the line when it is due, and another one when the workers have their resources. Returns whether this
+        check has found the run waiting."""
         now = time.monotonic()
         if now - self.looked < LOOK:
             return False
@@ -58,18 +57,18 @@ class Waiting:
         return bool(self.line)
 
     def end(self) -> None:
-        """Print that the workers have what they asked for, if a line has said that they wait."""
+        """Print that the workers have their resources, if a line has said that they wait."""
         if self.line:
             self.say(f"{self.least if self.least == self.most else 'the'} worker(s) have what they asked for")
         self.since, self.line, self.printed = time.monotonic(), "", float("-inf")
 
     def wanted(self) -> str:
-        """Return in words what the run asks for."""
+        """Return a text on what the run asks for."""
         number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
         return f"{number} worker(s) with {amounts(self.each)} each"
 
     def there(self) -> str:
-        """Return in words what the cluster has, and what of it is free."""
+        """Return a text on what the cluster has, and how much of it is free."""
         nodes = sum(bool(n["Alive"]) for n in self.ray.nodes())
         kinds: list[str] = [k for k in ("CPU", "GPU") if k in self.each]
         known = self.ray.cluster_resources(), self.ray.available_resources()
@@ -82,19 +81,19 @@ class Waiting:
         return any(all(node.get(k, 0) >= v for k, v in self.each.items()) for node in machines(self.ray))
 
     def _kept_away(self, free: Mapping[str, float]) -> bool:
-        """Return whether enough is free for a worker, on machines that are large enough, but kept for others."""
+        """Return whether resources for a worker are free on large enough machines, but reserved for other runs."""
         kept, each = self.kept(), self.each.items()
         too_few = kept is not None and any(kept.get(k, 0) < self.least * v for k, v in each)
         return too_few and all(free[k] >= v for k, v in each) and self._fits()
 
     def _groups(self) -> dict[str, Any]:
-        """Return Ray's table of placement groups: each group of workers is one, of which Ray starts all or none."""
+        """Return Ray's table of placement groups. A run's workers are one group: Ray starts all or none of them."""
         from ray.util import placement_group_table
 
         return placement_group_table()
 
     def _placed(self) -> bool:
-        """Return whether a group of workers of this run has its resources."""
+        """Return whether a group of workers that could be this run's has its resources."""
         return any(
             group["state"] == "CREATED" and self._ours(group)
             for name, group in self._groups().items()
@@ -102,8 +101,8 @@ class Waiting:
         )
 
     def asks(self) -> bool:
-        """Return whether Ray looks for room for a group like those of this run, which would outlive who asked for it.
-        When it has room, the workers see that the run is stopped."""
+        """Return whether Ray has a pending placement group that could be this run's. Such a request would outlive a
+        killed controller. If it is left, its workers start later, see that the run is stopped, and end."""
         groups = self._groups().items()
         return any(g["state"] == "PENDING" and self._ours(g) for name, g in groups if name not in self.before)
 
@@ -116,8 +115,8 @@ class Waiting:
 
 @contextmanager
 def reserve_workers(ray: Any, number: int, each: Mapping[str, float], say: Say) -> Iterator[Any]:
-    """A context with a placement group of so many workers, close together, that has its resources. While the cluster
-    has no room for it, a line says so."""
+    """A context with a placement group of `number` workers, close together, that has its resources. A line is printed
+    while the cluster has no room for it."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     waiting = Waiting(ray, number, number, each, say)
@@ -132,5 +131,5 @@ def reserve_workers(ray: Any, number: int, each: Mapping[str, float], say: Say) 
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Return amounts of resources in words, such as `12 CPUs and 1 GPU`."""
+    """Return amounts of resources as text, such as `12 CPUs and 1 GPU`."""
     return " and ".join(f"{v:g} {k}{'' if v == 1 else 's'}" for k, v in resources.items())

@@ -1,6 +1,7 @@
-"""The files of checkpoints: their names, and their content, which is checked by a manifest and copied from a store.
+"""The names of the files of checkpoints, and functions that check, copy and hash these files.
 
-`step-000000110-e000002` is of the second writer of a run. The names of a run whose folder is locked have no epoch.
+In `step-000000110-e000002`, 2 is the epoch, the number of the run's writer. If its folder is locked, names have no
+epoch.
 """
 
 import contextlib
@@ -26,24 +27,24 @@ def sha256(path: Path) -> str:
 
 
 def step_name(step: int, epoch: int = 0) -> str:
-    """Return the name of the checkpoint of a step, without the ending of a file."""
+    """Return the name of the checkpoint of a step, without a file extension."""
     return f"step-{step:09d}" + (f"-e{epoch:06d}" if epoch else "")
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint of this name."""
+    """Return the step in the name of a checkpoint."""
     step = re.match(r"step-(\d+)", name)
     return int(step[1]) if step else 0
 
 
 def epoch_of(name: str) -> int:
-    """Return the epoch of the writer of a checkpoint; 0 for one without an epoch in its name."""
+    """Return the epoch of the writer in the name of a checkpoint; 0 if the name has none."""
     epoch = re.search(r"-e(\d+)$", name)
     return int(epoch[1]) if epoch else 0
 
 
 def last_epoch(urls: Iterable[str]) -> int:
-    """Return the highest epoch in the URLs of checkpoints."""
+    """Return the highest epoch in the URLs of checkpoints, or 0 if there are none."""
     return max((epoch_of(stem(url)) for url in urls), default=0)
 
 
@@ -53,25 +54,25 @@ def names_in(urls: Iterable[str]) -> list[str]:
 
 
 def order(name: str) -> tuple[int, str]:
-    """Return what checkpoints are sorted by: the epoch of the writer, then the step."""
+    """Return the sort key of a checkpoint: the epoch of its writer, then its name, which sorts by step."""
     return epoch_of(name), name
 
 
 def stem(url: str) -> str:
-    """Return the name of the checkpoint that a file belongs to, also one in the folder of a sharded checkpoint."""
+    """Return the name of the checkpoint to which a file belongs, given its URL, also in a sharded one's folder."""
     return re.findall(r"step-[^/.]*", url)[-1]
 
 
 PIECE = 8 * 2**20  # bytes read from a store at a time
-WIDTH = 4  # pieces that are read at once
-METADATA = ".metadata"  # this file of a sharded checkpoint describes the rows in the others
-SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")  # the rows of one rank
+WIDTH = 4  # pieces read in parallel
+METADATA = ".metadata"  # file of a sharded checkpoint that describes the rows in its other files
+SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")  # name of a file with the rows of one rank
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def parse_manifest(text: bytes) -> dict[str, Any] | None:
-    """Return the content of a manifest, or None when the text is not a manifest of eagleray: its names would be those
-    of other files."""
+    """Return the content of a manifest, or None when the text is not a manifest that eagleray has written. The names of
+    shard files are checked as well: any other name could lead to a file outside the checkpoint."""
     with contextlib.suppress(ValueError, RecursionError):
         manifest = json.loads(text)
         shards: Any = manifest.get("shards", {}) if isinstance(manifest, dict) else None
@@ -82,7 +83,7 @@ def parse_manifest(text: bytes) -> dict[str, Any] | None:
 
 
 def _describes_file(entry: Any) -> bool:
-    """Return whether an entry of a manifest has the size and the checksum of a file."""
+    """Return whether an entry of a manifest has a valid size and SHA-256."""
     if not isinstance(entry, dict):
         return False
     size, digest = entry.get("bytes"), entry.get("sha256")
@@ -90,12 +91,12 @@ def _describes_file(entry: Any) -> bool:
 
 
 def fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
-    """Download a checkpoint from its store and return whether it is intact."""
+    """Download a checkpoint to `path`, and return whether its size and SHA-256 are those of the manifest."""
     if blob.size != manifest["bytes"]:
         return False
-    hashed, part = hashlib.sha256(), path.with_suffix(".part")  # a writer deletes parts that were left
+    hashed, part = hashlib.sha256(), path.with_suffix(".part")  # the next writer deletes part files that are left over
     path.parent.mkdir(exist_ok=True)
-    with writing(str(path)):  # not flushed, as the copy is compared with its checksum whenever it is used
+    with writing(str(path)):  # not flushed to disk: the checksum is compared at each use
         with part.open("wb") as f:
             for piece in pieces(blob, patience):
                 hashed.update(piece)
@@ -107,7 +108,7 @@ def fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> 
 
 
 def pieces(blob: Blob, patience: float) -> Iterator[memoryview]:
-    """Yield the bytes of a stored file in order; some pieces are read ahead."""
+    """Yield the bytes of a stored file in order, PIECE at a time. WIDTH pieces are read ahead in parallel."""
 
     def piece(start: int) -> memoryview:
         return store(blob.url).read(blob.url, start, min(PIECE, blob.size - start), patience=patience)
@@ -116,7 +117,7 @@ def pieces(blob: Blob, patience: float) -> Iterator[memoryview]:
 
 
 def sha256_of(pieces: Iterator[memoryview]) -> str:
-    """Return the SHA-256 of bytes in pieces, in hexadecimal digits."""
+    """Return the SHA-256, in hexadecimal digits, of bytes that come in pieces."""
     out = hashlib.sha256()
     for piece in pieces:
         out.update(piece)
@@ -127,7 +128,7 @@ def agrees(path: Path, manifest: dict[str, Any]) -> bool:
     """Return whether a local file exists and has the size and checksum of the manifest."""
     try:
         there = path.stat()
-        # A device or a pipe would be read without end.
+        # Only regular files are hashed, as reading a device or a pipe may never end.
         regular = stat.S_ISREG(there.st_mode) and there.st_size == manifest["bytes"]
         return regular and sha256(path) == manifest["sha256"]
     except OSError:
@@ -135,7 +136,7 @@ def agrees(path: Path, manifest: dict[str, Any]) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk and drop it from the page cache, so that it is read back from the disk."""
+    """Flush a file to disk and drop it from the page cache, so that later reads come from the disk."""
     with path.open("rb+") as f:
         os.fsync(f.fileno())
         if hasattr(os, "posix_fadvise"):

@@ -1,4 +1,4 @@
-"""Compile the backbones and heads of a method with torch.compile, where a compiler is at hand."""
+"""Compile the backbones and heads of a method with torch.compile, if a compiler is available."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.models.heads import PrototypeHead
 
-# Of a compiled function, one for each model and each list of sizes: torch's 8 would leave the ninth uncompiled.
+# Largest number of compiled versions of a function. Each model and list of sizes needs one; PyTorch's default is 8.
 VERSIONS = 64
 
 
@@ -28,8 +28,7 @@ def compiles(choice: Literal["auto"] | bool, device: torch.device) -> bool:
 
 
 def compile_backbones(method: nn.Module) -> None:
-    """Let every backbone of a method, and every head of prototypes, run compiled while it trains; parameters and
-    buffers keep their names."""
+    """Make every backbone and prototype head of a method train compiled. Parameters and buffers keep their names."""
     torch._dynamo.config.recompile_limit = VERSIONS
     for part in method.modules():
         if isinstance(part, Backbone | PrototypeHead):

@@ -1,6 +1,6 @@
-"""Exports a backbone to a safetensors file, which a new process loads and compares before the file is kept.
+"""Exports a backbone to a safetensors file, and checks it in a new process before the file gets its name.
 
-timm loads its folder where timm can build the backbone; otherwise this package does.
+timm can load the export if it can build the backbone; otherwise this package loads it.
 """
 
 import copy
@@ -27,9 +27,9 @@ from eagleray.models.backbone import ANY_SIZE, Backbone
 from eagleray.models.network import Network
 from eagleray.views.preprocessing import Preprocessing
 
-TOLERANCE = 1e-4  # relative to the largest output
+TOLERANCE = 1e-4  # largest accepted difference of outputs, relative to the largest output
 
-# Runs in a new process. It is a constant; what describes the model lies in files and is never run as code.
+# The program that checks an export in a new process. All that varies comes from arguments and files, never from code.
 CHECK = """
 import sys, torch
 from pathlib import Path
@@ -58,13 +58,13 @@ def to_timm(
     folder: Path,
     preprocessing: Preprocessing | None = None,
 ) -> Path:
-    """Write `backbone.safetensors`, `backbone.json`, which describes how to create the model, and `config.json`, from
-    which timm creates it, wherever timm can build the model.
+    """Write `backbone.safetensors`, `backbone.json`, which says how to create the model, and `config.json`, from which
+    timm creates it, if timm can build the model.
 
-    A new process loads the folder with the line of `snippet`. timm also learns the `preprocessing` of images, where it
-    is known. Raises UserError when the outputs differ. Adapters are merged into the weights, and stored beside them.
+    A new process loads the folder as the line of `snippet` does. `preprocessing` of images, if known, is written too.
+    Raises UserError when the outputs differ. Adapters are merged into the weights, and stored in their own file.
     """
-    from eagleray.models.lora import merged  # a run needs it at its end
+    from eagleray.models.lora import merged  # imported here, as a run needs it only at its end
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -79,7 +79,7 @@ def to_timm(
         files[CONFIG] = timm_config(backbone, network, own | description["options"], preprocessing)
         if preprocessing and own and own["img_size"] != [preprocessing.size] * 2:
             description["options"] = own | description["options"]
-    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # the next one overwrites what is left
+    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # a later export overwrites it
         save_file(state, part, {"format": "pt"})
         difference = compare(backbone, files, part)
         if not difference <= TOLERANCE:
@@ -91,7 +91,7 @@ def to_timm(
         tensors = {k: v.cpu().contiguous() for k, v in plain.merged.tensors.items()}
         with durable_path(folder / ADAPTERS, part=folder / ".part.lora") as part:
             save_file(tensors, part, plain.merged.about)
-    path.chmod(path.with_suffix(".json").stat().st_mode)  # safetensors lets nobody else read what it writes
+    path.chmod(path.with_suffix(".json").stat().st_mode)  # safetensors makes the file readable for its owner only
     return path
 
 
@@ -107,14 +107,13 @@ def describe(network: Network) -> dict[str, Any]:
 
 
 def keys_of(network: Network) -> dict[str, Any]:
-    """Return the arguments with which Backbone builds a network, except those that equal the defaults."""
+    """Return the arguments with which Backbone builds a network, without those that equal the defaults."""
     keys = ("name", "position", "pool", "norm", "stem", "patch_norm", "options")
     return {key: value for key in keys if (value := getattr(network, key)) not in ("timm", {})}
 
 
 def any_size(backbone: Backbone, network: Network) -> dict[str, Any]:
-    """Return the arguments with which timm's model has its own size of image and takes others; none where any size is
-    its own."""
+    """Return timm's arguments for the model's own image size and for other sizes; none if it has no own size."""
     own = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None)
     family = timm.model_entrypoint(network.name.partition(".")[0]).__module__.rpartition(".")[2]
     return {"img_size": list(own)} | ANY_SIZE.get(family, {}) if own else {}
@@ -123,9 +122,9 @@ def any_size(backbone: Backbone, network: Network) -> dict[str, Any]:
 def timm_config(
     backbone: Backbone, network: Network, arguments: Mapping[str, Any], preprocessing: Preprocessing | None
 ) -> dict[str, Any]:
-    """Return the content of the `config.json` from which timm creates a model with these arguments."""
+    """Return the content of the `config.json` from which timm creates a model with the given arguments."""
     name = {"architecture": network.name.partition(".")[0], "num_classes": 0}
-    known = getattr(backbone.model, "pretrained_cfg", {})  # some models are built for their own size of image alone
+    known = getattr(backbone.model, "pretrained_cfg", {})  # some models only take their own image size
     own = {key: known[key] for key in ("input_size", "fixed_input_size") if known.get(key)}
     about = name | own | (preprocessing.timm() if preprocessing else {})
     return {**name, "num_features": backbone.dim, "model_args": dict(arguments), "pretrained_cfg": about}
@@ -136,11 +135,11 @@ class Export(NamedTuple):
 
     backbone: Backbone
     network: Network
-    preprocessing: Preprocessing | None  # None: of an export that does not say
+    preprocessing: Preprocessing | None  # None: the export does not have it
 
 
 def read_export(path: Path) -> Export:
-    """Read an export, created as the backbone.json beside it says. Raises UserError."""
+    """Read an export, and build its backbone as the backbone.json beside it says. Raises UserError if it cannot."""
     beside = path.with_suffix(".json")
     unlike = OSError, ValueError, KeyError, AttributeError
     with explained(f"{beside}: not a description written by `eagleray export`", *unlike):
@@ -156,8 +155,8 @@ def read_export(path: Path) -> Export:
 
 
 def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights: Path) -> float:
-    """Return the largest difference of a new process's outputs from ours, relative to the largest output. `files` are
-    the contents of those beside the weights."""
+    """Return the largest difference between a new process's outputs and this one's, relative to the largest output.
+    `files` maps the names of the other files of the export to their contents."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, backbone.channels, *size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
@@ -165,7 +164,7 @@ def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights:
         (folder / FILE).symlink_to(weights.absolute())
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content))
-        # Backbone's own pooling: the aggregation that SelfPatch adds is in the checkpoint only.
+        # Backbone's own pooling is compared, as SelfPatch's aggregation is only in checkpoints.
         want = Backbone._pooled(copy.deepcopy(backbone).cpu().eval(), x)
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         plugin = plugins.plugin_of(files.get(CONFIG, {}).get("architecture", ""), "backbone")
@@ -180,12 +179,12 @@ def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights:
 
 
 def run_check(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run CHECK in a new process, so that the export needs nothing that is only in this one."""
+    """Run CHECK in a new process, which shows that the export needs nothing that exists only in this one."""
     return child.run_python(CHECK, arguments, text=True)
 
 
 def snippet(folder: Path) -> str:
-    """Return one line of Python that loads the export in a folder."""
+    """Return the line of Python that loads the export in a folder."""
     if "timm" in json.loads((folder / FILE).with_suffix(".json").read_text()):
         return f"timm.create_model({f'local-dir:{folder}'!r}, pretrained=True)"
     return f"eagleray.load({str(folder / FILE)!r})"

@@ -1,4 +1,4 @@
-"""Name the files of an export and find them, before PyTorch is imported to read them."""
+"""The names of the files of an export, and a function that finds them without importing PyTorch."""
 
 import os
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
-DESCRIPTION = "backbone.json"  # how to create the model
+DESCRIPTION = "backbone.json"  # says how to create the model
 CARD = "README.md"
-CONFIG = "config.json"  # timm creates the model from it
-# What was merged into the backbone: `backbone.lora`. timm loads the first file by name, which has to be the backbone's.
+CONFIG = "config.json"  # from which timm creates the model
+# Adapters that were merged into the backbone. Their name comes after the backbone's, as timm loads the first file.
 ADAPTERS = "lora.safetensors"
-HEADS = "heads.safetensors"  # the other parts of the method
+HEADS = "heads.safetensors"  # the heads and other parts of the method
 
 
 def export_in(source: str | os.PathLike[str]) -> Path | None:
-    """Return the exported file that a path or URL names, itself or by its folder, on this machine; None for anything
-    else. Raises UserError and Outage."""
+    """Return the local path of an exported file, given its own path or URL or that of its folder. Files at a URL are
+    downloaded. Returns None when there is no export. Raises UserError and Outage."""
     path = folder_of(url := os.fspath(source).rstrip("/"))
     if path is None:
         return _remote_export(url)
@@ -26,7 +26,7 @@ def export_in(source: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote_export(url: str) -> Path | None:
-    from eagleray.storage.folder_copy import local_folder  # shows progress with rich, which the core does without
+    from eagleray.storage.folder_copy import local_folder  # imports rich to show progress, which the core does without
 
     folder, name = url.rsplit("/", 1) if url.endswith(".safetensors") else (url, FILE)
     stem = Path(name).stem

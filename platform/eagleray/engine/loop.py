@@ -28,11 +28,11 @@ class Step:
 
 
 class Trainer:
-    """Trains a method: `step` takes one optimiser step on one batch, and `steps` takes one on each of some batches.
+    """Trains a method: `step` takes one optimiser step on one batch, and `steps` one on each of several batches.
 
-    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. In the first
-    `freeze` epochs the backbones stay as they are, in evaluation mode. Without a `precision` the step computes in the
-    one that suits the device.
+    A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. During the first
+    `freeze` epochs the backbones do not change and are in evaluation mode. Without `precision`, a step computes in the
+    one that `auto` selects for the device.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Trainer:
         self.guard = BufferGuard(buffers)
 
     def steps(self, batches: Iterable[tuple[Progress, Batch]]) -> Iterator[Step]:
-        """Return an iterator over the steps on these batches, each of which is taken when it is asked for."""
+        """Return an iterator over the steps on these batches. Each step is taken when the iterator is advanced."""
         return starmap(self.step, batches)
 
     def step(self, at: Progress, batch: Batch) -> Step:
-        """Take an optimiser step. The host does not wait for the device."""
+        """Take an optimiser step, without making the host wait for the device."""
         method, optimizer, precision, params = self.method, self.optimizer, self.precision, self.params
         method.train()
         frozen = self.trunks if at.epoch < self.freeze else []
@@ -78,13 +78,13 @@ class Trainer:
             group["lr"] = (group.get("constant_lr") or self.lr(at)) * group.get("lr_scale", 1.0)
             group["weight_decay"] = self.weight_decay(at) if group["decay"] else 0.0
         before = self.guard.copies()
-        # Drop path must be the same after a restart.
+        # Seeded by step and rank, so that drop path is the same after a restart.
         torch.manual_seed(hash((self.seed, at.step, dist.rank())) & 0x7FFFFFFF)
 
         with precision.autocast():
             out = self.model(batch, at)
         check_output(method, out)
-        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # 1 unless ranks hold different numbers
+        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # a rank's loss counts by its rows
         precision.scale(out["loss"] * share).backward()
 
         for trunk in frozen:
@@ -98,7 +98,7 @@ class Trainer:
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         overflow = skipped.float()
-        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # stays on the device, which nothing waits for
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # on the device, so the host does not wait
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -112,15 +112,14 @@ class Trainer:
 
 
 def check_output(method: Method, out: object) -> None:
-    """Raises PluginError when what a method's forward pass has returned holds no loss."""
+    """Raises PluginError when the output of a method's forward pass is not a dictionary with a loss."""
     if not isinstance(out, dict) or "loss" not in out:
         what = f"the keys {sorted(out)}" if isinstance(out, dict) else f"a {type(out).__name__}"
         raise PluginError(f"{type(method).__name__}.forward returned {what}, expected a dict with `loss`")
 
 
 def spread(norms: Tensor, live: Sequence[int], count: int) -> Tensor:
-    """Return the norms of `count` gradients (count,), of which only those at `live` are there, in `norms`; 0 for the
-    others."""
+    """Return a vector (count,) with the gradient norms `norms` at the positions `live`, and 0 elsewhere."""
     each, none = dict(zip(live, norms.unbind(), strict=True)), norms.new_zeros(())
     return torch.stack([each.get(i, none) for i in range(count)])
 
@@ -128,7 +127,7 @@ def spread(norms: Tensor, live: Sequence[int], count: int) -> Tensor:
 class BufferGuard:
     """Copies buffers, such as centres and batch norm's statistics, before a step, and restores them if it is skipped.
 
-    The buffers of a dtype are handled as one vector, in a handful of operations however many they are.
+    The buffers of each dtype are handled as one vector, so the number of operations does not grow with theirs.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -142,7 +141,7 @@ class BufferGuard:
         return [torch.cat(group) for group in self.groups]
 
     def restore(self, copies: list[Tensor], skipped: Tensor) -> None:
-        """Give the buffers the values of `copies` where `skipped` () is true, without asking the device for it."""
+        """Set the buffers to `copies` if `skipped` () is true. The host does not wait for the device."""
         for group, old in zip(self.groups, copies, strict=True):
             values = torch.where(skipped, old, torch.cat(group))
             torch._foreach_copy_(group, list(values.split([len(b) for b in group])))
@@ -156,9 +155,9 @@ def patch_parameters(method: Method) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
-    """Scale gradients down, in place, to a norm of at most `limit`, and return their norms before the scaling.
+    """Scale gradients in place to a norm of at most `limit`, and return their norms (P,) before the scaling.
 
-    The limit holds for the norm of all gradients together or, with `each`, for the norm of every tensor alone (DINO).
+    The limit holds for the norm of all gradients together or, with `each`, for the norm of each tensor (DINO).
     """
     norms, grads = dist.norms(grads), dist.local(grads)
     if limit is not None:

@@ -1,6 +1,6 @@
 """The optimisers by name, and the parameter groups of the papers.
 
-With `found_inf` set to one, as GradScaler sets it, a step changes nothing. No step waits for the device.
+If an optimiser's `found_inf` is 1, as GradScaler sets it, a step changes nothing. The host never waits for the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine.sharded import divide_groups, follow
 from eagleray.models.backbone import Backbone
 
-LARC_EPS = 1e-8  # Apex's, beside the norms in the denominator
+LARC_EPS = 1e-8  # added to the norms in the denominator, as in Apex
 
 
 def make(
@@ -30,8 +30,8 @@ def make(
     layer_decay: float | None = None,
     undecayed_lr_scale: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `nesterov` is `sgd` with Nesterov's momentum; `lars`
-    is MoCo v3's, `larc` SwAV's; `lamb` is that of its paper.
+    """Create an optimiser: `adamw` and `sgd` are PyTorch's, fused; `nesterov` is `sgd` with Nesterov momentum; `lars`
+    is LARS as in MoCo v3, `larc` as in SwAV, and `lamb` as in its paper.
 
     Raises UserError for a name in `constant` that is not a submodule of the method, for `layer_decay` when timm does
     not define the layers, and for `undecayed_lr_scale` when every parameter is decayed.
@@ -52,7 +52,7 @@ def make(
 
 @torch.no_grad()
 def lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give moments that were read from elsewhere the strides of their weights, which fused steps rely on."""
+    """Give moments that were loaded from elsewhere the strides of their weights, which fused steps rely on."""
     for p, state in optimizer.state.items():
         for key, moment in state.items():
             if isinstance(moment, Tensor) and moment.shape == p.shape and moment.stride() != p.stride():
@@ -71,7 +71,7 @@ def _create(name: str, groups: list[dict[str, Any]], momentum: float, beta2: flo
     assert name in ("sgd", "nesterov"), name
     sgd = torch.optim.SGD(groups, momentum=momentum, nesterov=name == "nesterov", fused=True)
     for p in (p for group in groups for p in group["params"]):
-        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # otherwise a skipped first step leaves it uninitialised
+        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)  # a skipped first step would leave it uninitialised
     return sgd
 
 
@@ -146,7 +146,7 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
             layers = group_parameters(part.model, part.model.group_matcher(coarse=False), reverse=True)
             top = max(layers.values()) + 1
             out |= {f"{prefix}.model.{name}": layer_decay ** (top - layer) for name, layer in layers.items()}
-            # The token in place of hidden patches, of the encoder or the method, enters the backbone where patches do.
+            # Mask tokens, of the encoder or the method, enter the backbone where patches do, so they count as the stem.
             out |= dict.fromkeys((f"{prefix.rpartition('.')[0]}.mask_token", "mask_token"), layer_decay**top)
     return out
 
@@ -154,9 +154,9 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 def scale_by_trust(
     params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
 ) -> list[Tensor]:
-    """Return the steps of all tensors; those of matrices are decayed, then scaled to the norm trust * |p|.
+    """Return the steps of all tensors. Steps of matrices get weight decay, and are then scaled to the norm trust * |p|.
 
-    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are the rows of this rank.
+    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are only this rank's rows.
     """
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
@@ -175,8 +175,8 @@ def scale_by_own_norms(
 ) -> list[Tensor]:
     """Return (g + wd * p) * trust * |p| / (|g| + wd * |p|) for the gradients g of all tensors p.
 
-    A gradient of 0 gives a step of 0, without decay, and a p of 0 gives g. `split` says that the tensors are the rows
-    of this rank.
+    A gradient of 0 gives a step of 0, without weight decay, and a p of 0 gives g. `split` says that the tensors are
+    only this rank's rows.
     """
     steps = torch._foreach_add(list(grads), params, alpha=weight_decay)
     size, length = norms(params, split=split), norms(grads, split=split)
@@ -186,7 +186,7 @@ def scale_by_own_norms(
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum whose steps of matrices are scaled by trust * |p| / |g + wd * p| (You et al. 2017).
+    """SGD with momentum that scales the steps of matrices by trust * |p| / |g + wd * p| (You et al. 2017).
 
     Vectors are neither scaled nor decayed. MoCo v3 and DINO use this form; timm's LARS divides by |g| + wd * |p|.
     """
@@ -230,7 +230,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class LARC(LARS):
-    """SGD with momentum whose decayed steps are scaled by trust * |p| / (|g| + wd * |p|), those of vectors too.
+    """SGD with momentum that scales decayed steps, also of vectors, by trust * |p| / (|g| + wd * |p|).
 
     This is the form of You et al. 2017, arXiv:1708.03888, that Apex calls LARC without clipping. SwAV's authors use it.
     """
@@ -239,7 +239,7 @@ class LARC(LARS):
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam whose steps a of matrices are decayed and scaled by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
+    """Adam that decays and scales the steps a of matrices by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
 
     This is algorithm 2 of the paper. Vectors are neither scaled nor decayed. timm's LAMB also clips the gradient and
     cannot skip a step.
@@ -270,7 +270,7 @@ class LAMB(torch.optim.Optimizer):
                     self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
-            moves = torch._foreach_mul(params, 0.0)  # started at zero, Adam's own kernel computes the bare step
+            moves = torch._foreach_mul(params, 0.0)  # Adam's fused kernel turns zeros into the steps alone
             torch._fused_adam_(
                 moves,
                 [p.grad for p in params],

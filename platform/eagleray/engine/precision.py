@@ -1,5 +1,5 @@
-"""How exactly a run computes: the number format of a step, which is float32, bfloat16, or float16 with a scaled loss
-(Micikevicius et al. 2018, arXiv:1710.03740), and PyTorch's switches for a whole process.
+"""The number format of training steps, which is float32, bfloat16, or float16 with a scaled loss (Micikevicius et al.
+2018, arXiv:1710.03740), and PyTorch's numeric settings for a whole process.
 
 Parameters, gradients and moments are float32 in each format; autocast picks the operations that are not.
 """
@@ -19,7 +19,7 @@ from eagleray.config.types import NO_FP16, Format
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Of torch.amp.GradScaler: the scale doubles after so many steps without an overflow, and halves after each overflow.
+# Defaults of torch.amp.GradScaler: the initial scale, its factors after INTERVAL good steps and after an overflow.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
@@ -40,7 +40,7 @@ def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
 
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a device computes in bfloat16. A CPU does, if slowly."""
-    # CUDA says True of a V100 unless told not to count emulation.
+    # CUDA also counts emulation, as on a V100, unless told not to.
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return supported is None or bool(supported(including_emulation=False))
 
@@ -61,17 +61,17 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 class Precision:
-    """The dtype of a run's products and, for float16, the factor by which its loss is scaled.
+    """The dtype of a run's matrix products and, for float16, the scale of its loss.
 
-    Float16 has no numbers below 6e-8, where many gradients lie, so the gradients of the scaled loss are computed and
-    then divided by the scale. Where they overflow, the step is skipped. No method waits for the device.
+    Float16 has no numbers below 6e-8, but many gradients are smaller. So gradients of the scaled loss are computed and
+    then divided by the scale. A step whose gradients overflow is skipped. No method waits for the device.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.scaled = dtype == torch.float16
         self.loss_scale = torch.full((), START, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # finite steps since the scale last changed
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # finite steps since the last new scale
 
     @classmethod
     def of(cls, choice: Format, device: torch.device) -> "Precision":
@@ -79,11 +79,11 @@ class Precision:
         return cls(compute_dtype(choice, device), device)
 
     def autocast(self) -> torch.autocast:
-        """Return the context of the forward pass and the loss."""
+        """Return the autocast context for the forward pass and the loss."""
         return _autocast(self.device, self.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to compute gradients of."""
+        """Return the loss times the scale, to compute gradients of; without a scale the loss itself."""
         return loss * self.loss_scale if self.scaled else loss
 
     def unscale_(self, grads: Sequence[Tensor]) -> None:
@@ -97,39 +97,39 @@ class Precision:
             torch._amp_update_scale_(self.loss_scale, self.good_steps, overflow, GROWTH, BACKOFF, INTERVAL)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values to log for a step: the scale of its loss, if the loss is scaled."""
+        """Return the values to log for a step: the scale of its loss, or nothing if the loss is not scaled."""
         return {"loss_scale": self.loss_scale.clone()} if self.scaled else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its counter, or nothing where the loss is not scaled."""
+        """Return the scale and its counter, or nothing if the loss is not scaled."""
         return {"loss_scale": self.loss_scale, "good_steps": self.good_steps} if self.scaled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the scale of a checkpoint. One of a run in another precision has none."""
+        """Continue with the scale of a checkpoint. A checkpoint of a run in another precision has none."""
         for name in state if self.scaled else ():
             getattr(self, name).copy_(state[name])
 
 
 @contextlib.contextmanager
 def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
-    """Set the switches for a run, and set them back at its end.
+    """A context with PyTorch's numeric settings for a run, which are reset at its end.
 
-    On an accelerator, products and convolutions of float32 numbers use TF32, with 10 bits after the point instead of
-    23, unless the whole run is in fp32. With `deterministic`, every operation gives the same bits each time. Raises
-    UserError when an operation of the run cannot.
+    On an accelerator, products and convolutions of float32 numbers use TF32, with 10 bits of mantissa instead of 23,
+    unless the whole run is in fp32. With `deterministic`, every operation gives the same bits each time. Raises
+    UserError when an operation of the run cannot, or when cuBLAS was used before.
     """
     matmul, convolution = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     repeatable = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # A CPU takes "high" for another format.
+    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # for a CPU, "high" is another format
     try:
         if accelerator:
             tf32 = precision.dtype != torch.float32
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             cudnn.allow_tf32 = tf32
-            cudnn.benchmark = True  # picks a convolution's algorithm by a measurement, once for each shape
+            cudnn.benchmark = True  # measures once for each shape which algorithm is fastest
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
             torch.use_deterministic_algorithms(True)
             cudnn.benchmark = False
         yield
@@ -154,7 +154,7 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute products of float32 numbers in float32, within a run as `eagleray evaluate` does without one."""
+    """A context with float32 products in float32, so that evaluations within a run match `eagleray evaluate`."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

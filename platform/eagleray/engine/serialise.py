@@ -1,4 +1,4 @@
-"""Copies a state to the host's memory, so that training can go on, and writes it to a file with a checksum."""
+"""Copies a state to host memory, so that training can go on, and writes the copy to a file with a checksum."""
 
 import atexit
 import copy
@@ -11,15 +11,15 @@ import torch
 
 from eagleray.base import devices
 
-PLAIN = (bool, int, float, str, bytes, type(None))  # the types that a checkpoint may hold besides tensors
+PLAIN = (bool, int, float, str, bytes, type(None))  # types that a checkpoint may have besides tensors and containers
 
 
 class HostCopy:
-    """Copies states to buffers in the host's memory, which are reused by the next copy."""
+    """Copies states into buffers in host memory, which the next copy reuses."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # one buffer for each path of keys to a tensor
-        self._devices: set[torch.device] = set()  # devices whose copies are not finished
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # buffers by the path of keys to their tensor
+        self._devices: set[torch.device] = set()  # devices from which copies may still be under way
 
     @torch.no_grad()
     def update(self, state: Any) -> Any:
@@ -35,7 +35,7 @@ class HostCopy:
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_meta:  # sharded checkpoints have such tensors
+        if isinstance(x, torch.Tensor) and x.is_meta:  # in sharded checkpoints, sharded tensors have no values
             return x
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)
@@ -47,7 +47,7 @@ class HostCopy:
             self._devices |= {x.device} if devices.is_accelerator(x.device) else set()
             return buffer.copy_(x, non_blocking=True)
         if isinstance(x, dict):
-            out = copy.copy(x)  # keeps a state dict's metadata on versions
+            out = copy.copy(x)  # keeps the attribute `_metadata` of a state_dict
             for key, value in x.items():
                 out[key] = self._copy(value, (*path, key), before)
             return out
@@ -58,23 +58,24 @@ class HostCopy:
 
 
 NOT_NUMBERS = "the weights are no numbers any more, so it does not count; the first tensor with a NaN is"
-# A process that ends while torch's C++ code runs would abort, so exit waits for the serialisation, not for the store.
+# A process that exits while torch's C++ code runs would abort, so exit waits for this lock, at most 60 s. Uploads to a
+# store do not hold it.
 _in_torch = threading.Lock()
 atexit.register(_in_torch.acquire, timeout=60)
 
 
 def ruined(tensors: dict[str, Any]) -> list[str]:
-    """Return the names of the tensors that hold a NaN. Infinite numbers may be meant, as in a mask."""
+    """Return the names of the tensors that have a NaN. Infinite values are accepted, as a mask may have them."""
     floats = {n: x for n, x in tensors.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()}
     floats = {n: x for n, x in floats.items() if not x.is_meta}
     if not floats:
         return []
-    largest = torch._foreach_norm(list(floats.values()), float("inf"))  # NaN where there is one
+    largest = torch._foreach_norm(list(floats.values()), float("inf"))  # the maximum norm is NaN if there is one
     return [name for name, x in zip(floats, largest, strict=True) if x.isnan()]
 
 
 def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write a state to a file and return the size and SHA-256 of the bytes to be written. Raises OSError."""
+    """Write a state to a file, and return the size and SHA-256 of its bytes. Raises OSError, e.g. on a full disk."""
     with path.open("wb", buffering=0) as f:
         file = _Hashed(f)
         with _in_torch:
@@ -85,7 +86,7 @@ def serialise(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file that torch writes to, which keeps an error for later: raising it through torch's C++ code is unsafe."""
+    """A file for torch.save that stores an error instead of raising it through torch's C++ code, which is unsafe."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.hash, self.size = file, hashlib.sha256(), 0

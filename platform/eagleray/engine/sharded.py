@@ -1,7 +1,7 @@
-"""Fully sharded training: each rank keeps some rows of every weight, gradient and moment (Zhao et al. 2023).
+"""Fully sharded training: each rank stores some rows of every weight, gradient and moment (Zhao et al. 2023).
 
-arXiv:2304.11277. PyTorch's `fully_shard` (FSDP2) gathers the weights of a block when it is computed and divides its
-gradients. What it does not know is here: the optimiser, which works on the rows of this rank, and momentum copies.
+arXiv:2304.11277. PyTorch's `fully_shard` (FSDP2) gathers the weights of a block before it is computed and divides its
+gradients. This module adds optimisers that work on this rank's rows, and momentum copies.
 """
 
 import copy
@@ -19,18 +19,18 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import momentum_copies
 from eagleray.models.stages import blocks
 
-Path = tuple[Any, ...]  # the keys that lead to a tensor of a state
+Path = tuple[Any, ...]  # the keys to a tensor in a nested state
 Reader = Callable[[Mapping[Path, Tensor]], None]
 
 
 def check_shardable(method: Method, name: str) -> None:
-    """Raises UserError for a method that is not known to work with a part of its weights."""
+    """Raises UserError for a method that is not tested with sharded weights."""
     if not method.shardable:
         raise UserError(f"parallel=fsdp: expected a method that is tested with it, got method.name={name}; use ddp")
 
 
 def shard(method: Method) -> None:
-    """Divide the parameters of a method among all ranks, in place, where there are several; buffers stay whole.
+    """Divide the parameters of a method among all ranks, in place, if there are several; buffers stay whole.
 
     The blocks of backbones are gathered one at a time, everything else for the whole step.
     """
@@ -44,15 +44,15 @@ def shard(method: Method) -> None:
         for block in blocks(backbone.model):
             fully_shard(block, mesh=mesh)
     fully_shard(method, mesh=mesh)
-    for target, online in momentum_copies(method):  # a forward pass may update a copy while it is gathered
+    for target, online in momentum_copies(method):  # a copy may be updated while its weights are gathered
         for module in (target, online):
             module.stored = tuple(module.parameters())  # type: ignore[assignment]
 
 
 def divide_groups(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    """Replace the sharded parameters of an optimiser's groups by plain ones, this rank's rows in the same memory.
+    """Replace the sharded parameters of an optimiser's groups by plain ones: this rank's rows in the same memory.
 
-    Returns the sharded parameters in order, or nothing where parameters are not sharded.
+    Returns the sharded parameters in order, or nothing if parameters are not sharded.
     """
     whole = [p for group in groups for p in group["params"]]
     if not (whole and sharded(whole[0])):
@@ -63,7 +63,7 @@ def divide_groups(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
 
 
 def follow(optimizer: torch.optim.Optimizer, whole: list[nn.Parameter]) -> None:
-    """Let an optimiser over the rows of this rank take its gradients from the sharded parameters, and clear them."""
+    """Make an optimiser over this rank's rows take its gradients from the sharded parameters, and clear them."""
 
     def take(*_: Any) -> None:
         for p, rows in zip(whole, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
@@ -80,7 +80,7 @@ def follow(optimizer: torch.optim.Optimizer, whole: list[nn.Parameter]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of an optimiser; that of rows as DTensors, where the parameters are sharded."""
+    """Return the state of an optimiser. If the parameters are sharded, its moments are DTensors."""
     state = optimizer.state_dict()
     whole: list[Any] = getattr(optimizer, "whole", [])
     if whole:
@@ -89,7 +89,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for i, values in state["state"].items():
             p = whole[i]
             where = (p.device_mesh, p.placements)
-            state["state"][i] = {  # the number of steps is no tensor of rows
+            state["state"][i] = {  # the number of steps is a scalar, not a tensor of rows
                 name: DTensor.from_local(x, *where, run_check=False, shape=p.shape, stride=p.stride()) if x.ndim else x
                 for name, x in values.items()
             }
@@ -100,8 +100,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load(method: Method, optimizer: torch.optim.Optimizer, state: dict[str, Any], read_rows: Reader) -> None:
     """Load the states `method` and `optimizer` of a checkpoint into a sharded method and its optimiser.
 
-    Tensors of the state are whole, or have no values; `read_rows` reads those into DTensors, by the keys that lead to
-    them.
+    Tensors of the state are whole or have no values (meta tensors). `read_rows` reads values of the latter into
+    DTensors, given by their keys.
     """
     parameters = dict(method.named_parameters())
     whole: list[Any] = optimizer.whole  # type: ignore[attr-defined]
@@ -127,13 +127,13 @@ def load(method: Method, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a module in the host's memory with every tensor gathered. Called by all ranks together."""
+    """Return the state of a module in host memory, with every tensor gathered. Called by all ranks together."""
     state = module.state_dict()
     return {name: (x.full_tensor() if sharded(x) else x).detach().cpu() for name, x in state.items()}
 
 
 def tensors(state: Any, path: Path = ()) -> Iterable[tuple[Path, Tensor]]:
-    """Yield every tensor of a state with the keys that lead to it."""
+    """Yield every tensor of a nested state, with the keys that lead to it."""
     if isinstance(state, Tensor):
         yield path, state
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
@@ -142,9 +142,9 @@ def tensors(state: Any, path: Path = ()) -> Iterable[tuple[Path, Tensor]]:
 
 
 def replace(state: Any, path: Path, tensor: Tensor) -> Any:
-    """Return a copy of a state of nested dicts with another tensor at a path."""
+    """Return a copy of a nested state with another tensor at a path."""
     if not path:
         return tensor
-    out = copy.copy(state)  # keeps a state dict's metadata on versions
+    out = copy.copy(state)  # keeps the attribute `_metadata` of a state_dict
     out[path[0]] = replace(state[path[0]], path[1:], tensor)
     return out

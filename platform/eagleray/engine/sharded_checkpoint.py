@@ -1,7 +1,7 @@
 """The sharded part of a checkpoint, which torch.distributed.checkpoint writes and reads.
 
-Beside the file `step-N.pt`, in which sharded tensors have a shape but no values, the folder `step-N.shards` holds the
-rows of every rank. The manifest names all files, and is written last.
+The file `step-N.pt` has the shapes of sharded tensors without values; the folder `step-N.shards` has the rows of every
+rank. The manifest names all files, and is written last.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from eagleray.engine.sharded import replace, tensors
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
-    """Return a state whose sharded tensors have no values, and the sharded tensors by the keys that lead to them."""
+    """Return a state in which sharded tensors have no values, and the sharded tensors by the keys that lead to them."""
     rows = {keys: x for keys, x in tensors(state) if sharded(x)}
     for keys, x in rows.items():
         state = replace(state, keys, torch.empty(x.shape, dtype=x.dtype, device="meta"))
@@ -36,7 +36,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
 
 
 def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a state with the values of its sharded tensors, whole, from the folder of a checkpoint.
+    """Return a state in which sharded tensors are whole, with values read from the folder of a checkpoint.
 
     Raises UserError and OSError."""
     with explained(f"{folder}: its tensors cannot be held", RuntimeError):
@@ -51,28 +51,28 @@ def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
     """Read tensors, in place, from the folder of a checkpoint: whole ones, or this rank's rows of DTensors.
 
-    The checkpoint may be of any number of ranks. Raises UserError and OSError.
+    The checkpoint may be from any number of ranks. Raises UserError and OSError.
     """
-    from eagleray.engine import row_reader  # it imports torch.distributed.checkpoint, which takes a second
+    from eagleray.engine import row_reader  # imports torch.distributed.checkpoint, which takes 1 s
 
     row_reader.read(folder, {_name(k): x for k, x in targets.items()})
 
 
 class ShardWriter:
-    """Writes the rows of this rank, together with all other ranks, while training goes on.
+    """Writes the rows of this rank in the background, together with all other ranks.
 
-    `settle(path)` stores a written file where it belongs and returns its size and checksum. In a `scratch` folder, from
-    which files are uploaded, only the newest checkpoint stays.
+    `settle(path)` stores a written file in its place, and returns its size and checksum. From a `scratch` folder files
+    are uploaded, and only the newest checkpoint is kept there.
     """
 
     def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
         self.folder, self.settle, self.scratch = folder, settle, scratch
-        self.group: Any = dist.host_group()  # a separate group, because saving overlaps with training
+        self.group: Any = dist.host_group()  # separate, as saving overlaps with training
         self._thread: threading.Thread | None = None
-        self._ruined: list[str] = []  # tensors of the rows on their way that hold a NaN
+        self._ruined: list[str] = []  # names of tensors with a NaN in the save that is under way
 
     def save(self, name: str, rows: Mapping[Keys, Any]) -> Callable[[], dict[str, Any]]:
-        """Copy the rows and begin to write them. Called by all ranks together.
+        """Copy the rows and start to write them. Called by all ranks together.
 
         Returns a function that waits for all ranks and returns the files for the manifest. Each rank has to call it
         once, in the background. It raises OSError, UserError or Outage when a rank could not write.
@@ -82,7 +82,7 @@ class ShardWriter:
         self.wait()
         folder = self.folder / f"{name}.shards"
         for old in self.folder.glob("step-*.shards") if self.scratch else ():
-            shutil.rmtree(old, ignore_errors=True)  # another rank of this machine may be at it too
+            shutil.rmtree(old, ignore_errors=True)  # another rank on this machine may delete it too
         self._ruined = ruined({_name(keys): x.to_local() for keys, x in rows.items() if keys[0] == "method"})
         state = {_name(keys): x for keys, x in rows.items()}
         # The rows are on the host by then. Copying ahead would open a context on the first GPU in torch's own thread.
@@ -91,7 +91,7 @@ class ShardWriter:
         return partial(self._finish, folder, future)
 
     def follow(self, finish: Callable[[], dict[str, Any]]) -> None:
-        """Take part in a save on a rank that writes no manifest. Its problems are raised on rank 0."""
+        """Take part in a save on a rank other than 0, which writes no manifest. Errors are raised on rank 0."""
 
         def run() -> None:
             with contextlib.suppress(OSError, UserError, Outage):  # rank 0 raises them

@@ -1,4 +1,4 @@
-"""The device and the process group of a rank, and what ranks do together outside the training loop."""
+"""The device and the process group of a rank, and operations over ranks outside the training loop."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ class World:
     """One training process: alone, or one of several ranks that share a process group."""
 
     spot = False  # whether the cluster announces that it will take a machine away
-    why = ""  # the reason why the previous attempt ended; empty for the first
+    why = ""  # why the previous attempt ended; empty for the first
 
     def __init__(self, device: torch.device, cpus: float | None = None) -> None:
-        """`cpus` are those of this rank; None: this machine's."""
+        """`cpus` is the number of CPUs for this rank; None: those that this process may use."""
         self.device, self.cpus = device, cpus or cpu_share.cpus()
         self.rank, self.size = dist.rank(), dist.size()
         self._control: Any = dist.host_group() if self.size > 1 and devices.is_accelerator(device) else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
-        """Turn the batch norms of a module, in place, into ones over all ranks."""
+        """Replace the batch norms of a module, in place, by ones over all ranks, and return the module."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
     def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32", *, unused: bool = False) -> nn.Module:
-        """Return a module that averages its gradients over ranks, sent in the format `reduce`. With `unused`, some
+        """Return a module that averages its gradients over ranks, sent in the format `reduce`. With `unused`,
         parameters may have no gradient in a step."""
-        if self.size == 1 or sharded(next(module.parameters())):  # FSDP averages by itself
+        if self.size == 1 or sharded(next(module.parameters())):  # FSDP averages gradients itself
             return module
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the option has a new name that older versions lack
-            # Gradients lie in the buffers that are sent, which saves a copy of them.
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions rename the option, which older ones lack
+            # Gradients are views of the buffers that are sent, which saves a copy.
             out = DistributedDataParallel(
                 module, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=unused
             )
@@ -52,10 +52,10 @@ class World:
         return False
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Publish a line of metrics.jsonl or health.jsonl to the cluster's monitoring; the run has `steps` in all."""
+        """Publish a line of metrics.jsonl or health.jsonl to the cluster's monitoring. The run has `steps` steps."""
 
     def agree(self, *values: float) -> list[float]:
-        """Return the sums over ranks of a few numbers on the host, without waiting for the device."""
+        """Return the sum of each value over all ranks. The sums are on the host, which does not wait for the device."""
         if self.size == 1:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64)
@@ -64,14 +64,14 @@ class World:
 
 
 def local(gpus: bool | None = None) -> World:
-    """Return the world of this process alone, on the device of `device_of`. Raises UserError as that does."""
+    """Return the world of this process alone, on the device of `device_of`. Raises UserError as `device_of` does."""
     return World(device_of(gpus))
 
 
 def device_of(gpus: bool | None) -> torch.device:
-    """Return this process's accelerator where it has one, or with `gpus` false the CPU.
+    """Return this process's accelerator if it has one and `gpus` is not False, otherwise the CPU.
 
-    Raises UserError when `gpus` is true and there is none."""
+    Raises UserError when `gpus` is True and there is no accelerator."""
     if gpus:
         require_accelerator()
     return devices.CPU if gpus is False else devices.current()

@@ -1,4 +1,4 @@
-"""Open the data of a command for its protocols: in the command's own process, or on a rank that shares its work."""
+"""Open the data of a command for its protocols, in the command's own process or on one of several ranks."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from eagleray.storage.folder_copy import local_folder
 
 
 class RankSource(Source):
-    """The data of a command on one of several ranks, which open them together."""
+    """The data of a command on one of several ranks, which open the data together."""
 
     def __init__(self, inputs: Inputs, note: Note = lambda _: None) -> None:
         self.inputs, self.note = inputs, note
-        self.places = inputs.urls  # URLs of shards by option, by which indexes are opened
+        self.places = inputs.urls  # URLs of shards by option, from which indexes are opened
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +38,7 @@ class RankSource(Source):
         return open_on_all(lambda: open_index(url, spare, note=lambda _: None, channels=channels))
 
     def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
-        """Return the features of a task by type: those of the share of this rank."""
+        """Return the features of a task by type, for this rank's share of the images."""
         return own_features(index, task, self.note)
 
     def labelled(self) -> ProbeSets:
@@ -63,7 +63,7 @@ class RankSource(Source):
         return FrozenFeatures(partial(self.extract, need, sets), sets.digest, self.inputs.bank)
 
     def extract(self, need: Features, sets: ProbeSets) -> Extracted:
-        """Return the features of both sets. Raises UserError when none of the images of one of them decodes."""
+        """Return the features of both sets. Raises UserError when no image of one of them can be decoded."""
         urls, given = self.inputs.urls, self.inputs.given
         each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
         train, test = (
@@ -93,10 +93,10 @@ class RankSource(Source):
 
 
 class CommandSource(RankSource):
-    """The data of a command in its own process, which opens each once for all protocols."""
+    """The data of a command in its own process. Each data set is opened once for all protocols."""
 
     def __init__(self, inputs: Inputs, target: Target, workers: int, note: Note) -> None:
-        """`workers` Ray tasks extract features, or this process if it is 0."""
+        """Features are extracted by `workers` Ray tasks, or by this process if `workers` is 0."""
         super().__init__(inputs, note)
         self.places, self.target, self.workers = inputs.given, target, workers
         self.labelled, self.images = cache(super().labelled), cache(super().images)  # type: ignore[method-assign]

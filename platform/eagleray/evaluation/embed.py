@@ -1,4 +1,4 @@
-"""Embed all samples of a data set: features from a backbone into Parquet files, continued where it was killed."""
+"""Embed all samples of a data set: write a backbone's features to Parquet files. A killed command can continue."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ from eagleray.protocols.features import check_kind, embedded, read_kinds
 from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
-PARTS = 16  # most parts that one task with a GPU computes
+PARTS = 16  # largest number of parts computed by one task with a GPU
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an embedding, for the process that computes it."""
+    """A part of an embedding, as sent to the process that computes it."""
 
     number: int
     table: SampleTable
@@ -53,9 +53,9 @@ def embed(
     gpus: bool = False,
     note: Note = print,
 ) -> SampleTable:
-    """Write the features of all samples into the folder or URL `out`. Parts that are there already stay as they are.
+    """Write the features of all samples into the folder or URL `out`. Parts that exist already are not computed again.
 
-    Raises UserError when the options contradict each other, when `out` has the features of other images or of another
+    Raises UserError when the options contradict each other, when `out` has features of other images or another
     backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
     size = target.settings.size if size is None else whole("size", size, 1)
     resize = target.settings.resize if resize is None else whole("resize", resize, 1)
@@ -79,7 +79,7 @@ def embed(
     inputs = Inputs(target.name, target.digest, architecture, gpus=gpus, channels=target.channels)
     tasks = [Part(number, table, url, inputs) for number in missing]
     if workers:
-        # Ray starts a process for each task with a GPU, which takes seconds, so such a task computes several parts.
+        # Ray takes seconds to start the process of each task with a GPU, so such a task computes several parts.
         each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
         groups = [tasks[first : first + each] for first in range(0, len(tasks), each)]
         finished: Iterable[int] = itertools.chain.from_iterable(
@@ -96,7 +96,7 @@ def embed(
 
 
 def default_folder(index: Index, target: Target) -> str:
-    """Return the place of an embedding beside the shards. Raises UserError where they are in several folders."""
+    """Return the folder for an embedding, next to the shards. Raises UserError when these are in several folders."""
     name = target.name.rstrip("/").rpartition("/")[2].replace(":", "-")
     return f"{home_of(index)}/{FOLDER}/{name}-{target.digest[:8]}"
 
@@ -104,13 +104,13 @@ def default_folder(index: Index, target: Target) -> str:
 @in_eval_mode
 @torch.inference_mode()
 def width(backbone: Backbone, kind: str, size: int) -> int:
-    """Return the width of a type of features."""
+    """Return the width D of a type of features."""
     x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
     return int(read_kinds(backbone, x, [kind])[kind].shape[1])
 
 
 def embed_part(index: Index, backbone: Backbone, part: Part, *, precision: Format) -> int:
-    """Compute a part and write it, and return its number. Raises UserError when it cannot be written."""
+    """Compute and write a part, and return its number. Raises UserError when it cannot be written."""
     samples, settings = part.table.samples(part.number), part.table.about.settings
     reading = Reading.beside(next(backbone.parameters()).device)
     features, good = features_of(backbone, index, samples, settings, precision, reading)
@@ -128,8 +128,8 @@ def features_of(
     precision: Format,
     reading: Reading = THREADS,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the features (n, D) of neighbouring samples, and which of their images decode. `settings` are those of an
-    embedding."""
+    """Return the features (n, D) of consecutive samples, and whether each image could be decoded (n,). `settings` are
+    those of an embedding."""
     features, good = np.zeros((len(samples), settings["dim"]), np.float32), np.zeros(len(samples), bool)
     size, resize, kind = settings["size"], settings["resize"], settings["kind"]
     for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision, reading):
@@ -139,8 +139,8 @@ def features_of(
 
 
 def embed_in_worker(parts: Sequence[Part]) -> list[int]:
-    """Compute some parts of one embedding in a Ray task, and return their numbers. Those that a process wrote before it
-    died are not computed again."""
+    """Compute parts of one embedding in a Ray task, and return their numbers. Parts that a killed task has written are
+    not computed again."""
     one = parts[0]
     missing, backbone = set(one.table.missing()), one.inputs.load()
     index = index_of(one.url, one.table.about.data, one.inputs.channels)

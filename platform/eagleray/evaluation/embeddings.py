@@ -1,4 +1,4 @@
-"""The features of every sample of a data set, as a table beside its shards."""
+"""The features of every sample of a data set, as a table next to its shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +17,16 @@ WHAT, FOLDER, COLUMN = "embedding", "embeddings", "feature"
 
 
 def column_of(features: NDArray[np.float32], good: NDArray[np.bool_]) -> pa.Array:
-    """Return features (n, D) as a column, null where they are not `good`.
+    """Return features (n, D) as a column of lists, with null for samples that are not `good`.
 
-    The lists have no fixed size: pyarrow cannot read those that it writes if one of them is null."""
+    The lists have variable size, as pyarrow cannot read back its fixed-size lists if one of them is null."""
     ends = np.cumsum(good * np.int32(features.shape[1]), dtype=np.int32)
     return pa.ListArray.from_arrays(np.r_[np.int32(0), ends], features[good].reshape(-1), mask=pa.array(~good))
 
 
 def read_features(table: SampleTable, samples: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the features (n, D) of some samples, and which of them count (n,). Raises UserError when a part is not as
-    it was written."""
+    """Return the features (n, D) of `samples`, and which of them are not null (n,). Raises UserError when a part is not
+    as it was written."""
     features = np.empty((len(samples), table.about.settings["dim"]), np.float32)
     good, rows_of_part = np.empty(len(samples), bool), sample_table.ROWS
     for number in np.unique(samples // rows_of_part).tolist():
@@ -43,12 +43,12 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
         raise UserError(f"{table.folder}: part {number} has features of type {column.type}, not of {dim} numbers")
     fine = ~column.is_null().to_numpy(zero_copy_only=False)
     features = np.zeros((len(column), dim), np.float32)
-    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # flatten() leaves out rows that are null
+    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # flatten() skips null rows
     return features, fine
 
 
 def open_embedding(folder: str, index: Index) -> SampleTable:
-    """Return the embedding of an index's samples that is in a folder. Raises UserError when the folder has none."""
+    """Return the embedding of an index's samples in a folder. Raises UserError if it is not there and complete."""
     about = read_about(folder)
     if about is None or about.what != WHAT:
         raise UserError(f"{folder}: no features; expected a folder that eagleray embed has written")
@@ -61,7 +61,7 @@ def open_embedding(folder: str, index: Index) -> SampleTable:
 
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
-    """Return a complete embedding beside the shards of an index that was made with these settings, or None."""
+    """Return a complete embedding next to the shards of an index that was made with these settings, or None."""
     tables = complete_tables(
         index.shards,
         FOLDER,

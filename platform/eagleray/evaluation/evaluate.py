@@ -1,4 +1,4 @@
-"""Run protocols on a backbone, with features that are extracted once for all of them, and store every result."""
+"""Run protocols on a backbone, extract features once for all of them, and store every result."""
 
 import datetime
 import os
@@ -44,23 +44,23 @@ class Request:
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by option: coco, masks, davis, suite
-    # SETTING, for all protocols that have it, or PROTOCOL.SETTING
+    folders: Mapping[str, str] = field(default_factory=dict)  # by option, such as coco, masks, davis or suite
+    # The keys are SETTING, for all protocols that have it, or PROTOCOL.SETTING for one.
     settings: Mapping[str, str] = field(default_factory=dict)
-    architecture: str | None = None  # timm's name, for a file of tensors
-    untrained: bool = False  # evaluate the untrained architecture too
+    architecture: str | None = None  # timm's name of the network in a file of tensors
+    untrained: bool = False  # whether to evaluate an untrained backbone of the same architecture too
     workers: int = 0  # Ray tasks or ranks that share the work; 0: this process
-    gpus: bool = False  # whether each of them has a GPU
-    out: str | None = None  # folder of the results
+    gpus: bool = False  # whether each worker has a GPU
+    out: str | None = None  # folder or URL for the results
 
     @property
     def given(self) -> dict[str, str]:
-        """The URLs and folders of data by the name of their option."""
+        """The URLs and folders of data, by option."""
         given = {"train": self.train, "test": self.test, **self.folders}
         return {option: place for option, place in given.items() if place}
 
     def settings_of(self, name: str) -> dict[str, str]:
-        """Return the settings for one protocol: those given for all, replaced by those given for this one."""
+        """Return the settings of one protocol: those given for all, replaced by those given for this one."""
         shared = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
         return shared | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
 
@@ -77,7 +77,7 @@ class Report:
 
 
 def evaluate(request: Request, note: Note | None = None) -> Report:
-    """Run the protocols of a request one after the other and return their results.
+    """Run the protocols of a request one after the other, and return their results.
 
     If a protocol cannot run, a line says why, and the others continue.
 
@@ -97,7 +97,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
     if not (request.out or targets[0].run):
         note(f"results come into {report.folder}; --out names another folder")
-    results.load(report.folder)  # a broken file is refused before anything is computed
+    results.load(report.folder)  # raises now, not after the work, if the file is broken
     for target in targets:
         evaluation = Evaluation(request, target, names, report, note)
         for name in names:
@@ -109,7 +109,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
 
 def refuse(report: Report, line: str) -> None:
-    """Print the line that says why a protocol cannot run, and add it to the report."""
+    """Print a line on why a protocol cannot run, and add it to the report."""
     print_error(line)
     report.refused.append(line)
 
@@ -164,12 +164,12 @@ class Evaluation:
             self.run(name, PROTOCOLS[name])
         except UserError as e:
             message = str(e)
-            for url, copy in self.source.copies.items():  # errors name files of the copy
+            for url, copy in self.source.copies.items():  # errors name files of the local copy
                 message = message.replace(str(copy), url.rstrip("/"))
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
         except Outage:
             raise
-        except Exception as e:  # a plug-in may raise anything; the other protocols go on
+        except Exception as e:  # a plug-in may raise any error; the other protocols continue
             frame = traceback.extract_tb(e.__traceback__)[-1]
             at = f"{Path(frame.filename).name}, line {frame.lineno}"
             refuse(self.report, f"{name}: failed: {type(e).__name__}: {one_line(e)} ({at})")
@@ -189,7 +189,7 @@ class Evaluation:
             asked=asked,
             backbone=self.target.name,
             untrained=self.target.untrained,
-            backbone_digest=self.target.digest,  # computed first, in case the protocol changes the weights
+            backbone_digest=self.target.digest,  # computed now, as the protocol may change the weights
             architecture=self.target.architecture,
             data={option: self.source.inputs.urls[option] for option in named},
             **results.NOT_RUN,
@@ -212,19 +212,18 @@ class Evaluation:
         self.report.results.append(result)
 
     def named(self, need: Need[Any]) -> dict[str, str]:
-        """Return the options of the command that name the data which a protocol needs. Raises UserError when one is
-        missing, or the data are not what the backbone takes."""
+        """Return the data that a protocol needs, by the option that names it. Raises UserError when data is missing, or
+        not of the kind that the backbone takes."""
         named = need.named(self.request.given)
         if self.target.channels and need.photographs:
             raise UserError(f"reads red, green and blue, not the backbone's {len(self.target.channels)} data.channels")
         return named
 
     def settings(self, name: str, listed: Listed) -> dict[str, Any]:
-        """Return the settings of a protocol.
+        """Return the settings of a protocol: the recipe's, replaced by the protocol's presets, and then by the
+        command's.
 
-        The recipe's settings are replaced by those that the protocol presets, and both by those of the command line.
-
-        Raises UserError for a value that does not have the type of its setting."""
+        Raises UserError for values of a wrong type, and when the crop is larger than the resized image."""
         settings = listed.kind.of_recipe(self.target.settings)
         options = self.request.settings_of(name)
         if "size" in options and "resize" in settings and "resize" not in options:
@@ -234,8 +233,8 @@ class Evaluation:
         return settings
 
     def need(self, protocol: Protocol[Any]) -> Need[Any]:
-        """Return what a protocol needs, with all types of features to extract in one forward pass: its own, and those
-        that other protocols of the same command need of the same images."""
+        """Return what a protocol needs. Its types of features are the protocol's own and those that other protocols of
+        the command need of the same images, so that one forward pass extracts all."""
         need = protocol.data()
         if not isinstance(need, Features):
             return need
@@ -249,15 +248,15 @@ class Evaluation:
         return replace(need, kinds=tuple(kinds))
 
     def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
-        """Measure the backbone here or on workers; return the outcome and the digest of the data."""
+        """Measure the backbone here or on workers. Returns the outcome and the digest of the data."""
         protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
-        data = need.open(self.source)  # wrong data are found before the backbone is tried
-        # The workers have the GPUs, where another copy would be in their way.
+        data = need.open(self.source)  # before the backbone, so that wrong data raise soon
+        # The workers have the GPUs: another copy of the backbone would take memory there.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)
         run = run_store(self.report.folder)
         folder = results.picture_folder(self.report.folder, new)
-        # A training has its checkpoints in the store, so that it continues on any machine.
+        # Checkpoints of protocols that train are in the store, so that they can continue on any machine.
         workspace = Workspace(folder, self.note, f"{self.report.folder}/{folder.relative_to(run.view)}")
         if workers and (protocol.ranks or not need.extracted):
             outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)
@@ -269,7 +268,7 @@ class Evaluation:
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
-    """Log the numbers and results.json to the MLflow run in which the backbone was trained, if there is one."""
+    """Log the numbers and results.json to the MLflow run that trained the backbone, if there is one."""
     if not target.run or not report.results:
         return
     metrics = {

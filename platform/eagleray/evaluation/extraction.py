@@ -25,31 +25,31 @@ from eagleray.protocols.needs import Extraction
 
 @dataclass(frozen=True)
 class Task:
-    """A description of the images whose features one worker extracts."""
+    """A description of the images from which one worker extracts features."""
 
     inputs: Inputs
     url: str  # URL of the shards
     samples: NDArray[np.int64]
     how: Extraction
     kinds: Sequence[str] = ()
-    number: int = 0  # number of the share, in the order of the samples
+    number: int = 0  # number of the worker's share, in the order of the samples
 
     def open(self) -> Index:
         """Return the index of the images."""
         return open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
 
     def key(self, here: torch.device) -> tuple[object, ...]:
-        """Return what the features depend on beside the backbone, the images and their type."""
+        """Return everything on which the features depend, apart from the backbone, the images and their type."""
         bank = self.inputs.bank
         return (self.how.size, self.how.resize, *(() if bank == "fp32" else (bank,)), self.precision(here))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
-        """Yield one task for each worker, each with an equal share of the samples."""
+        """Yield a task for each worker, with an equal share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
     def precision(self, here: torch.device) -> str:
-        """Return the format that the features are computed in, on `here` unless each worker has a GPU."""
+        """Return the number format in which features are computed: bfloat16 if workers have GPUs, or that of `here`."""
         return "bfloat16" if self.inputs.gpus else format_name(here)
 
 
@@ -59,14 +59,14 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 def features(
     one: Target, index: Index, task: Task, *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Return the task's types of features of its images.
+    """Return the task's types of features for its images.
 
-    Features are read from the cache if they are in it. Otherwise this process extracts them if `workers` is 0, or else
-    that many Ray tasks, with a GPU each if `task.inputs.gpus` is true.
+    They are read from the cache if possible. Otherwise `workers` Ray tasks extract them, each with a GPU if
+    `task.inputs.gpus` is true, or this process if `workers` is 0.
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    where = devices.CPU if workers else device  # workers compute on CPUs where they have no GPUs
+    where = devices.CPU if workers else device  # workers without GPUs compute on CPUs
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         known = dict(embedded(index, task, missing, task.precision(where), note))
@@ -101,7 +101,7 @@ def features(
 def embedded(
     index: Index, task: Task, kinds: Sequence[str], precision: str, note: Callable[[str], None]
 ) -> Iterator[tuple[str, LabelledFeatures]]:
-    """Yield those types of features of a task that `eagleray embed` has written beside the shards."""
+    """Yield the types of features of a task that `eagleray embed` has written next to the shards."""
     for kind in kinds:
         wanted = {"digest": task.inputs.digest, "kind": kind, "size": task.how.size, "resize": task.how.resize}
         found = embeddings.beside(index, wanted | {"precision": precision})
@@ -114,7 +114,7 @@ def embedded(
 
 
 def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
-    """Return the task's types of features of this rank's share of its images, from the cache of this machine or
+    """Return the task's types of features for this rank's share of the images, from the cache of this machine or
     extracted now. Called by all ranks together."""
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
@@ -126,12 +126,12 @@ def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[
 
 
 def share(task: Task) -> Share:
-    """Extract the features of one worker's share of the images, in a Ray task."""
+    """Extract the features of one worker's share of the images. Runs in a Ray task."""
     return task.number, _extract(task, task.open())
 
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
-    """Extract the features of this rank's share of the task's images, in a worker."""
+    """Extract the features of the task's images on this worker, for the share of its rank."""
     inputs = task.inputs
     return extract_features(
         inputs.load(),
@@ -147,14 +147,14 @@ def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
 
 
 def report_progress(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:
-    """Yield the workers' results, and call `tick` with the number of images of each."""
+    """Yield the workers' results, and call `tick` with the number of images in each."""
     for number, part in shares:
         yield number, part
         tick(len(next(iter(part.values())).y))
 
 
 def join_shares(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
-    """Concatenate the workers' results in the order of the samples; the workers may have finished in any order."""
+    """Concatenate the workers' results, which come in any order, in the order of the samples."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
     nonempty = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
     return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in nonempty), strict=True))) for k in nonempty[0]}

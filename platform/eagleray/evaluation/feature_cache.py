@@ -30,11 +30,11 @@ def cached(
     make: Callable[[Sequence[str]], dict[str, LabelledFeatures]],
     note: Callable[[str], None],
 ) -> dict[str, LabelledFeatures]:
-    """Return the features of each type from the cache, and extract and store those that are not in it.
+    """Return the features of each type from the cache; those that are not in it are extracted and stored.
 
-    `backbone` and `data` are digests, and `how` is everything else that the features depend on. `make` extracts the
-    types that it is called with. Called by all ranks together, each with its own data: what one of them lacks, all
-    extract."""
+    `backbone` and `data` are digests, and `how` is everything else on which the features depend. `make` extracts the
+    types given to it. Called by all ranks together, each with its own data: a type that one rank lacks is extracted by
+    all."""
     paths = {}
     for kind in kinds:
         paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"

@@ -1,4 +1,4 @@
-"""Check the backbone and the data that a command is given, before PyTorch is imported to read them."""
+"""Check a command's backbone and data before PyTorch is imported to read them."""
 
 from eagleray.base.errors import UserError
 from eagleray.data.index import list_data
@@ -10,8 +10,8 @@ from eagleray.storage.store import folder_of
 
 
 def check_backbone(name: str, architecture: str | None = None) -> None:
-    """Raises UserError when a command names a backbone as a path, with timm's name of the architecture of a file of
-    tensors, and there is none. A store is asked later."""
+    """Raises UserError when `name` is a local path without a backbone. With `architecture` it is a file of tensors,
+    which only has to exist. What is at a URL is checked later."""
     source = sources.absolute(name.removeprefix(UNTRAINED))
     if is_public(source):
         names.check_weights(source)
@@ -23,12 +23,12 @@ def check_backbone(name: str, architecture: str | None = None) -> None:
 
 
 def check_data(url: str) -> None:
-    """Raises UserError when a folder, a file or a pattern holds no shards and no images. A store is asked later."""
+    """Raises UserError when a local folder, file or pattern has neither shards nor images. URLs are checked later."""
     if folder_of(url):
         list_data(url)
 
 
 def check_gpus(gpus: bool, workers: int) -> None:
-    """Raises UserError when GPUs are asked for without the Ray tasks that they are for."""
+    """Raises UserError when `gpus` is true without Ray tasks, for which it is meant."""
     if gpus and not workers:
         raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")

@@ -1,4 +1,4 @@
-"""Measure a backbone with a protocol: in this process, or in Ray workers that are the ranks of a process group."""
+"""Measure a backbone with a protocol, in this process or in Ray workers that are the ranks of a process group."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from eagleray.protocols.protocol import Protocol, Workspace
 
 @dataclass(frozen=True)
 class Measurement(Generic[D]):
-    """A protocol with its settings, the data that it needs, and those of its settings that were asked for."""
+    """A protocol with its settings, the data that it needs, and the settings that were asked for."""
 
     protocol: Protocol[D]
     need: Need[D]
     asked: Mapping[str, Any]
 
     def run(self, backbone: Backbone, source: Source, workspace: Workspace) -> Outcome:
-        """Measure a backbone; return the outcome with all settings of the result.
+        """Measure a backbone, and return the outcome with all settings of the result.
 
         Raises UserError when a setting or the data are wrong."""
         data = self.need.open(source)
@@ -34,15 +34,15 @@ class Measurement(Generic[D]):
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement for ranks that share it."""
+    """A measurement for ranks that share the work."""
 
     inputs: Inputs
     measurement: Measurement[Any]
-    checkpoints: str  # folder or URL
+    checkpoints: str  # folder or URL for the protocol's checkpoints
 
 
 def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
-    """Measure on the ranks of a process group, or on one worker if the protocol is not divided, and return the outcome;
+    """Measure on `workers` ranks of a process group, or on one if the protocol cannot be divided. Returns the outcome;
     its files are written to the workspace."""
     workers = workers if job.measurement.protocol.ranks else 1
     outcome, files = ray_ranks(_run_rank, job, workers=workers, gpus=job.inputs.gpus, note=workspace.note)
@@ -52,7 +52,7 @@ def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
 
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
-    """Measure as one of several ranks; return the outcome, with names of pictures, and its files."""
+    """Measure as one of several ranks. Returns the outcome, with names of files, and the files' contents by name."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder), note, job.checkpoints)
         outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)
@@ -61,5 +61,5 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
 
 
 def _moved(outcome: Outcome, place: Callable[[Path], Path]) -> Outcome:
-    """Return an outcome whose files are in another place."""
+    """Return an outcome in which `place` has replaced the path of each file."""
     return replace(outcome, pictures=tuple(map(place, outcome.pictures)), tables=tuple(map(place, outcome.tables)))

@@ -1,4 +1,4 @@
-"""Find an evaluation protocol by its name: those that ship with Eagleray, and those of plug-ins."""
+"""Find evaluation protocols by name: those shipped with Eagleray, and those of plug-ins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from eagleray.dense import catalogue as dense
 from eagleray.protocols import catalogue
 from eagleray.protocols.protocol import Listed, Protocol
 
-# In the order of `eagleray list protocols`.
+# Shipped protocols, in the order of `eagleray list protocols`.
 SHIPPED = {**catalogue.SHIPPED, **dense.SHIPPED}
 
 
 def _from_plugin(entry: register.Entry) -> Listed:
-    """Return the protocol of a plug-in. Raises PluginError when what it registered is none."""
+    """Return the protocol of a plug-in. Raises PluginError when it has registered something else."""
     kind: Any = entry.target
     if not (isinstance(kind, type) and issubclass(kind, Protocol)):
         raise PluginError(f"protocol {entry.name!r}: expected a subclass of eagleray.Protocol, got {kind!r}")
@@ -26,7 +26,7 @@ PROTOCOLS = register.Registry("protocol", SHIPPED, _from_plugin)
 
 
 def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return those names that are protocols, and an error message for each of the others."""
+    """Return the names that are protocols, and an error message for each other name."""
     unique = list(dict.fromkeys(names))
     return [n for n in unique if n in PROTOCOLS], [
         f"--protocol {n}: unknown{config.nearest(n, list(PROTOCOLS))}; see `eagleray list protocols`"
@@ -36,7 +36,7 @@ def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_asked(names: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Raise UserError when no name is that of a protocol, and for a setting that none of the protocols has."""
+    """Raises UserError when no name is a protocol, or when none of the protocols has one of the settings."""
     found, refused = select(names)
     if not found:
         raise UserError("; ".join(refused))

@@ -1,7 +1,7 @@
-"""Append the results of protocols to results.json and print them in tables.
+"""Append the results of protocols to results.json, and print them as tables.
 
-A result is stored with its settings, backbone, data and date. A table shows it beside the numbers of the untrained
-backbone and those of the paper."""
+A result is stored with its settings, backbone, data and date. A table compares it with the numbers of the untrained
+backbone and of the paper."""
 
 import itertools
 import json
@@ -21,9 +21,9 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 
 NAME = layout.RESULTS
-UNTRAINED = "untrained:"  # prefix of a backbone's name
-# For each metric of `published` in a recipe, the number that the protocols report for it. The linear probes of the
-# papers see random crops, and their scripts print the best epoch: what the cached probe measures is another number.
+UNTRAINED = "untrained:"  # prefix of the names of untrained backbones
+# Metrics of `published` in recipes, and the protocols' numbers for them. Linear probes of the papers see random crops,
+# and their scripts print the best epoch; the number of the cached probe is not comparable.
 PUBLISHED = {
     "knn": metrics.KNN_TOP1,
     "linear": "linear_augmented/best",
@@ -33,13 +33,13 @@ PUBLISHED = {
     "miou": "segmentation/miou",
     "davis": "davis/J&F",
 }
-MOST = 6  # numbers in the line of a protocol
+MOST = 6  # largest number of numbers in the line of a protocol
 HEAD = ("Protocol", "Number", "Value", "Untrained", "Published", "Settings")
 WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
 LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 
-# The fields of a result before its protocol has run.
+# The fields of a result that are known only when its protocol has run.
 NOT_RUN: Mapping[str, Any] = {"numbers": {}, "settings": {}, "data_digest": "", "date": "", "seconds": 0.0}
 
 
@@ -49,25 +49,25 @@ class Result:
 
     protocol: str  # name in the command, such as linear@dino
     numbers: Mapping[str, float]
-    settings: Mapping[str, Any]  # all settings, and details such as the number of images
+    settings: Mapping[str, Any]  # all settings used, and details such as the number of images
     backbone: str  # name in the command, with absolute paths
     untrained: bool
     backbone_digest: str
-    architecture: str  # digest of all but the weights
+    architecture: str  # digest of the backbone without its weights
     data: Mapping[str, str]  # URLs and folders by option
     data_digest: str
     date: str  # ISO 8601, UTC
     seconds: float
-    pictures: Sequence[str] = field(default_factory=tuple)  # relative to the folder of results.json
-    asked: Mapping[str, Any] = field(default_factory=dict)  # settings before it ran
+    pictures: Sequence[str] = field(default_factory=tuple)  # paths relative to the folder of results.json
+    asked: Mapping[str, Any] = field(default_factory=dict)  # settings given to the protocol
     plugin: Mapping[str, str] | None = None  # name and sha256 of the plug-in that registered the protocol
 
     def twin(self, other: "Result") -> bool:
-        """Return whether two results differ in nothing but the weights of the backbone."""
+        """Return whether two results differ only in the backbone's weights."""
         return self._agrees(other, "protocol", "plugin", "architecture", "data_digest")
 
     def repeats(self, other: "Result") -> bool:
-        """Return whether two results are of the same evaluation: one protocol, settings, data and backbone."""
+        """Return whether two results are of the same evaluation: the same protocol, settings, data and backbone."""
         return self._agrees(other, "protocol", "plugin", "untrained", "backbone_digest", "data")
 
     def _agrees(self, other: "Result", *names: str) -> bool:
@@ -75,15 +75,15 @@ class Result:
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
     def before(self, known: "Sequence[Result]") -> Mapping[str, float]:
-        """Return the numbers of the newest result of the same architecture without training; empty if there is none.
+        """Return the numbers of the newest matching result of an untrained backbone; empty if there is none.
 
-        `known` are the results to choose from, oldest first. Data and settings must be the same too."""
+        `known` are the results to choose from, oldest first. Architecture, data and settings must be the same."""
         twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
         return twins[-1].numbers if twins else {}
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings as one line of text; settings whose value is a mapping are left out."""
+    """Return settings as one line of text, without those whose value is a mapping."""
     texts = {k: "/".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in settings.items()}
     return ", ".join(f"{k} {v}" for k, v in texts.items() if not isinstance(v, Mapping))
 
@@ -102,10 +102,10 @@ def load(folder: str) -> list[Result]:
 
 
 def picture_folder(folder: str, new: Result) -> Path:
-    """Return the folder for the pictures of a new result on this machine, below that of results.json.
+    """Return the local folder for the pictures of a new result, below that of results.json.
 
-    The same evaluation again draws into its old folder. Any other has a folder in which its protocol has drawn nothing:
-    pictures, pictures/2, pictures/3 and so on, or those below pictures/untrained."""
+    A repeated evaluation draws into its old folder. Any other gets the first folder without pictures of its protocol
+    among pictures, pictures/2, pictures/3 and so on, or the same below pictures/untrained."""
     base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
     others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
@@ -127,8 +127,8 @@ def add(folder: str, result: Result) -> None:
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
     """Return the published numbers of the shipped recipe that is named in a run's command.
 
-    `recipe` is the resolved recipe of the run as a tree of plain values. The result is empty if it differs from the
-    shipped recipe in anything but where the data are stored and how they are read."""
+    `recipe` is the run's resolved recipe as a tree of plain values. The result is empty if it differs from the shipped
+    recipe in more than where data are stored and how they are read."""
     name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
@@ -159,10 +159,10 @@ class Row(NamedTuple):
 
 
 def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
-    """Yield a table row for each number of the results, beside the untrained backbone's number and the paper's.
+    """Yield a table row for each number of the results, with the numbers of the untrained backbone and of the paper.
 
-    The untrained number comes from the newest of the `known` results that differs in the weights only. If `results`
-    contains such an untrained result beside the trained one, it gets no row of its own."""
+    The untrained number is from the newest of the `known` results that differs only in the weights. An untrained result
+    in `results` gets no row of its own if its trained counterpart is there too."""
     for result in without_twins(results):
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
@@ -173,19 +173,19 @@ def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str,
 
 
 def without_twins(results: Sequence[Result]) -> list[Result]:
-    """Return the results, leaving out an untrained backbone where its trained counterpart is among them."""
+    """Return the results without those of untrained backbones whose trained counterpart is among them."""
     trained = [r for r in results if not r.untrained]
     return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 
 
 def format_number(value: float) -> str:
-    """Format a number with two decimals, or with four significant digits if it is below 1."""
+    """Return a float with two decimals, or with four significant digits if it is below 1; an int as it is."""
     return str(value) if isinstance(value, int) else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
 
 
 def lines(table: Sequence[Row]) -> str:
-    """Format rows as a line for each protocol: its numbers, with the untrained and the published ones that are known.
-    Settings are left out, and so are numbers that vary another one, such as `top1_k10` beside `top1`."""
+    """Return a line for each protocol: its numbers with known untrained and published ones, without settings. Variants
+    of another number, such as `top1_k10` of `top1`, are left out."""
     texts: list[tuple[str, str]] = []
     for name, group in itertools.groupby(table, key=lambda row: row.protocol):
         rows = {row.number.rpartition("/")[2]: row for row in group}
@@ -196,7 +196,7 @@ def lines(table: Sequence[Row]) -> str:
 
 
 def _beside(row: Row) -> str:
-    """Return the numbers that a number is compared with, in brackets; an empty text where there are none."""
+    """Return the untrained and published numbers for comparison, in brackets, or "" if there are none."""
     known = [f"{what} {value}" for what, value in (("untrained", row.untrained), ("paper", row.published)) if value]
     return f" ({', '.join(known)})" if known else ""
 
@@ -215,7 +215,7 @@ def latex(table: Sequence[Row]) -> str:
 
 
 def table(results: Sequence[Result], rows: Sequence[Row], form: str) -> str:
-    """Format results as lines, or as a table of these rows in Markdown or LaTeX, or as JSON."""
+    """Return results in a form: `text` (lines), `json`, `latex` or `markdown` (a table of the rows)."""
     if form == "text":
         return lines(rows)
     if form == "json":

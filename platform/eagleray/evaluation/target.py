@@ -1,4 +1,4 @@
-"""Load the backbone to evaluate: from a run, from timm, from a file of tensors, or with random weights."""
+"""Load the backbone to evaluate, from a run, timm or a file of tensors, or with random weights."""
 
 import functools
 import logging
@@ -44,9 +44,9 @@ class Target:
     backbone: Backbone
     network: Network
     settings: Evaluate
-    recipe: Recipe | None = None  # None: not a run's backbone
-    run: str | None = None  # folder or s3:// URL
-    pixels: Pixels = OURS  # statistics of the pixels that the weights were trained with
+    recipe: Recipe | None = None  # None if the backbone is not from a run
+    run: str | None = None  # folder or s3:// URL of the run
+    pixels: Pixels = OURS  # mean and std of the pixels with which it was trained
     channels: Channels = ()  # channels of images; empty: red, green and blue
 
     @property
@@ -56,13 +56,13 @@ class Target:
 
     @property
     def architecture(self) -> str:
-        """The digest of the backbone's settings, without its weights."""
+        """The digest of the network's settings and its plug-in, without its weights."""
         plugin = plugins.plugin_of(self.network.name, "backbone")
         return digest(self.network.arguments | ({"plugin": plugin.sha256} if plugin else {}))
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the architecture, the weights, and the mean and standard deviation of its training pixels."""
+        """The digest of the architecture, the weights, the mean and std of its training pixels, and the channels."""
         return weights_digest(self.backbone, self.architecture, tuple(self.pixels), *self.channels)
 
     @property
@@ -76,29 +76,29 @@ class Target:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The names of the backbone and of the data of a command, for the processes that read them.
+    """The names of a command's backbone and data, for the processes that read them.
 
     The backbone's weights may be too large to send, so each process loads them itself."""
 
     backbone: str  # name, see `load_target`
-    digest: str  # a digest of the backbone
-    architecture: str | None = None  # timm's name, for a file of tensors
-    model: str = ""  # timm's name of the backbone
-    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders by option, as they were typed
-    urls: Mapping[str, str] = field(default_factory=dict)  # the same, with absolute paths
+    digest: str  # digest of the backbone
+    architecture: str | None = None  # timm's name of the network in a file of tensors
+    model: str = ""  # timm's name of the network
+    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders of data by option, as given
+    urls: Mapping[str, str] = field(default_factory=dict)  # URLs and absolute paths of data, by option
     gpus: bool = False  # whether each worker has a GPU, and computes in bfloat16
-    channels: Channels = ()  # the channels of decoded images; empty: red, green and blue
-    bank: Bank = "fp32"  # the format in which features are kept
-    spare: str = ""  # folder or URL of an index that could not be written beside the shards
+    channels: Channels = ()  # channels of decoded images; empty: red, green and blue
+    bank: Bank = "fp32"  # number format in which features are stored
+    spare: str = ""  # folder or URL of an index if it cannot be next to the shards
 
     def load(self) -> Backbone:
-        """Return the backbone on this worker's device. Raises UserError when its weights are no longer those of the
-        command."""
+        """Return the backbone on this worker's device. Raises UserError when its weights have changed since the command
+        began."""
         return load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
 
 
 def check_crop(size: int, resize: int) -> None:
-    """Raise UserError when the crop is beyond the resized image. Both are in pixels."""
+    """Raises UserError when a crop of `size` pixels is larger than the short side `resize` of the resized image."""
     if resize < size:
         raise UserError(f"--resize {resize}: smaller than the crop of --size {size}")
 
@@ -116,7 +116,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
-    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # an evaluation has no keys of a recipe
+    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # an evaluation has no recipe keys
         source = absolute(trained)
         target = _load(source, architecture, fresh=trained != name)
     target.backbone.eval()
@@ -125,9 +125,9 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
 @functools.lru_cache(maxsize=1)
 def load_in_worker(name: str, architecture: str | None, digest: str, gpus: bool) -> Backbone:
-    """Return the backbone of `load_target` on this worker's device. It is loaded once for tasks that follow each other.
+    """Return the backbone of `load_target` on this worker's device, kept in memory for the next task.
 
-    Raises UserError when it cannot be loaded, or its weights no longer have the digest that the command saw."""
+    Raises UserError when it cannot be loaded, or its digest is not the one that the command has computed."""
     target = load_target(name, architecture)
     if target.digest != digest:
         raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
@@ -169,8 +169,8 @@ def _build(network: Network) -> Backbone:
 
 
 def _fill(source: str, network: Network) -> Target:
-    """Return the backbone with the weights of a source. Raises UserError when a parameter would stay random, and when
-    the weights have layers inside of the backbone that it lacks."""
+    """Return the backbone with the weights of a source. Raises UserError when a parameter would stay random, or when
+    the weights have layers inside the backbone that the network lacks."""
     backbone = _build(network)
     given = pretrained(source)
     report = weights.fill(backbone, given.unconverted()._replace(key=""), whole=True)
@@ -189,10 +189,10 @@ def _fill(source: str, network: Network) -> Target:
 
 
 def expect(backbone: Backbone, theirs: Pixels) -> None:
-    """Give a backbone pixels with the mean and standard deviation with which it was trained.
+    """Make a backbone convert our normalised pixels to those with the mean and std with which it was trained.
 
-    All images are normalised in the same way in Eagleray. A hook therefore converts the input of the first convolution,
-    before the convolution pads it with zeros.
+    Eagleray normalises all images in the same way. A hook therefore converts the input of the first convolution, before
+    the convolution pads it with zeros.
 
     Raises UserError when the backbone has no convolution with 3 input channels."""
     if theirs == OURS:

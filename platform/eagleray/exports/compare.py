@@ -1,4 +1,4 @@
-"""Compare an export with the backbone on photographs, in a new process that loads it as its user will."""
+"""Compare an export with its backbone on photographs, in a new process that loads the export as its users will."""
 
 import importlib.util
 import json
@@ -25,7 +25,8 @@ from eagleray.exports.source import Source
 from eagleray.views.photometric import normalise
 from eagleray.views.preprocessing import Preprocessing
 
-# Photographs that come with packages that Eagleray needs, and cuts from them: left, top, right, bottom as shares.
+# Photographs in packages that Eagleray depends on, and crops of them: left, top, right and bottom as shares of the
+# sides.
 PHOTOGRAPHS = (
     ("sklearn", "datasets/images/china.jpg"),
     ("sklearn", "datasets/images/flower.jpg"),
@@ -33,11 +34,11 @@ PHOTOGRAPHS = (
 )
 CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
 PYTHON = child.PYTHON
-GREY = 2.05  # grey levels of 255: libraries round differently after each of the two passes of a resize
+GREY = 2.05  # accepted difference of pixels, in grey levels of 255: libraries round each pass of a resize differently
 
-# Runs in a new process, which has no more than the library that loads the export. `program` defines preprocess and
-# embed; it is the example of the export's card. It is a constant of this package and no data: the modules that write
-# exports put numbers and quoted names into it, and nothing else of a run.
+# Runs in a new process, which has only the library that loads the export. `program`, the example in the export's card,
+# defines preprocess and embed. It is a constant of this package: modules that write exports only insert numbers and
+# quoted names into it, and nothing else of a run.
 CHECK = """
 import json, sys
 job = json.loads(sys.argv[1])
@@ -59,12 +60,12 @@ np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pi
 
 
 class Difference(NamedTuple):
-    """The distance of an export from the backbone, in features relative to the largest one."""
+    """The differences between an export and its backbone. Those of features are relative to the largest feature."""
 
-    same: float  # the difference when both get the same pixels
-    whole: float  # the difference when each preprocesses the image file itself, for photographs that are cut alike
-    pixels: float  # the largest difference of pixels, in grey levels
-    # photographs that are cut one pixel beside ours: some round half a pixel down, some to even numbers
+    same: float  # difference of features from the same pixels
+    whole: float  # difference of features from image files, for photographs that both crop at the same pixel
+    pixels: float  # largest difference of pixels, in grey levels of 255
+    # photographs whose crop is one pixel off ours: some libraries round half a pixel down, some to even numbers
     beside: int = 0
 
     def __str__(self) -> str:
@@ -76,12 +77,12 @@ class Difference(NamedTuple):
 
 
 def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
-    """Write ten photographs into a folder, as PNG files or as TIFF files of these `channels`, and return them."""
+    """Write ten photographs into a folder, as PNG files or TIFF files with these `channels`, and return the paths."""
     images: list[Image.Image] = []
     for package, path in PHOTOGRAPHS:
         spec = importlib.util.find_spec(package)
         assert spec is not None
-        assert spec.origin is not None  # one of our dependencies
+        assert spec.origin is not None  # a dependency of Eagleray
         with Image.open(Path(spec.origin).parent / path) as file:
             images.append(file.convert("RGB"))
     for image in images[:3]:
@@ -93,15 +94,15 @@ def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
             write_pages(target, values_of(np.asarray(image), channels))
         return files
     for target, image in zip(files, images, strict=False):
-        image.save(target, icc_profile=None)  # no library applies it, and one complains
+        image.save(target, icc_profile=None)  # without the colour profile, which no library applies and one warns of
     turned = Image.Exif()
-    turned[ORIENTATION] = 6  # a camera that was held upright
+    turned[ORIENTATION] = 6  # the orientation of a camera that was held upright
     image.save(target, icc_profile=None, exif=turned)
     return files
 
 
 def values_of(rgb: NDArray[np.uint8], channels: Sequence[Channel]) -> NDArray[np.float32]:
-    """Return values (H, W, N) of some channels, made of the colours of a photograph (H, W, 3)."""
+    """Return values (H, W, N) of N channels, made of the RGB values of a photograph (H, W, 3)."""
     mean, std = (np.array([getattr(c, name) for c in channels]) for name in ("mean", "std"))
     grey = rgb[..., np.arange(len(channels)) % RGB] / 255
     return (mean + std * (grey - 0.5) / 0.25).astype(np.float32)
@@ -115,8 +116,8 @@ def compare(
     sizes: Sequence[tuple[int, int, int]] = (),
     ours: bool = False,
 ) -> Difference:
-    """Load an export in a new process with the `program` of its card, and compare what it makes of ten photographs, and
-    of noise of each of these `sizes` (B, H, W).
+    """Load an export in a new process with the `program` of its card, and compare its features and pixels with ours.
+    They are computed for ten photographs, and features also for noise of each of these `sizes` (B, H, W).
 
     The process cannot import eagleray, unless the program is `ours`. Raises UserError when the program fails, or the
     preprocessing or the features differ."""
@@ -154,8 +155,8 @@ def difference(
     pixels: NDArray[np.float32],
     features: Sequence[NDArray[np.float32]],
 ) -> Difference:
-    """Return how far features and pixels of an export are from those of the backbone, of decoded photographs (N, H, W)
-    and of noise. Raises UserError when it is too far."""
+    """Return how far features and pixels of an export are from those of the backbone, for decoded photographs (N, H, W)
+    and noise. Raises UserError when features differ by more than TOLERANCE or pixels by more than GREY."""
     images = torch.stack([source.preprocessing(photo) for photo in photographs])
     if pixels.shape != tuple(images.shape):
         raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
@@ -175,7 +176,7 @@ def difference(
 
 
 def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
-    """Prepare a photograph (3, H, W) as an evaluation does, but round half a pixel of the crop's corner down."""
+    """Prepare a photograph (3, H, W) as evaluations do, but round a crop's corner down if it is at half a pixel."""
     resized = F.resize(photo, [settings.resize], InterpolationMode.BICUBIC, antialias=True)
     top, left = ((side - settings.size) // 2 for side in resized.shape[1:])
     crop = resized[:, top : top + settings.size, left : left + settings.size]
@@ -183,7 +184,7 @@ def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
 
 
 def relative(theirs: NDArray[np.float32], ours: torch.Tensor) -> float:
-    """Return the largest difference of features (B, D), relative to the largest of ours; infinite for other shapes."""
+    """Return the largest difference of features (B, D) relative to the largest of ours; infinity for other shapes."""
     if theirs.shape != tuple(ours.shape):
         return float("inf")
     return float((torch.from_numpy(theirs) - ours).abs().max() / ours.abs().max())

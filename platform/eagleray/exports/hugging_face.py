@@ -1,4 +1,4 @@
-"""A folder that the classes ViTModel, Dinov2Model, SwinModel and ResNetModel of transformers load."""
+"""Exports for the classes ViTModel, Dinov2Model, SwinModel and ResNetModel of transformers."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def embed(images):  # (B, 3, H, W)
         return model(images).{pooled}  # (B, D)
 """
 CLASS_TOKEN, POOLED = "last_hidden_state[:, 0]", "pooler_output.flatten(1)"
-# Names of timm's tensors and those of transformers; the first that matches is used.
+# Patterns of timm's names of tensors, and their replacements in transformers' names.
 BLOCKS = [(r"\.norm1\.", ".layernorm_before."), (r"\.norm2\.", ".layernorm_after.")]
 ATTENTION = [(r"\.attn\.proj\.", ".attention.o_proj.")]
 PATCHES = [(r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection.")]
@@ -49,7 +49,7 @@ RESNET += [(r"\.downsample\.0\.", ".shortcut.convolution."), (r"\.downsample\.1\
 
 
 class Fit(NamedTuple):
-    """A model of transformers, the backbone's tensors by its names, and which of its outputs is the pooled vector."""
+    """A model of transformers, the backbone's tensors under its names, and the expression for its pooled output."""
 
     model: Any
     state: dict[str, Tensor]
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
 
 def write(source: Source, folder: Path) -> Program:
     """Write a model of transformers and its image processor, and return the program that loads them. Raises UserError
-    for a network that has no counterpart there."""
+    for a network that transformers has no class for."""
     import transformers
 
     sized = with_own_grid(source.backbone, source.network, source.preprocessing.size).model
@@ -89,7 +89,7 @@ def no_class(source: Source, why: str) -> UserError:
 
 
 def fit_vit(model: Any) -> Fit:
-    """Return the ViTModel or, with layer scale or registers, the Dinov2Model of a ViT."""
+    """Return the ViTModel for a ViT or, if it has layer scale or registers, a Dinov2Model."""
     import transformers
 
     if model.cls_token is None or model.global_pool != "token":
@@ -136,7 +136,7 @@ def fit_vit(model: Any) -> Fit:
 
 
 def fit_swin(model: Any) -> Fit:
-    """Return the SwinModel of a Swin."""
+    """Return the SwinModel for a Swin transformer."""
     import transformers
 
     first = model.layers[0].blocks[0]
@@ -152,7 +152,7 @@ def fit_swin(model: Any) -> Fit:
     )
     state = renamed(model, [TABLE, *SWIN])
 
-    def moved(match: re.Match[str]) -> str:  # the downsampling moves to the end of the stage before
+    def moved(match: re.Match[str]) -> str:  # the downsampling moves to the end of the previous stage
         return f"encoder.layers.{int(match[1]) - 1}.downsample"
 
     state = {re.sub(r"^encoder\.layers\.(\d+)\.downsample", moved, k): v for k, v in state.items()}
@@ -160,7 +160,7 @@ def fit_swin(model: Any) -> Fit:
 
 
 def fit_resnet(model: Any) -> Fit:
-    """Return the ResNetModel of a ResNet."""
+    """Return the ResNetModel for a ResNet."""
     import transformers
 
     stages = [model.layer1, model.layer2, model.layer3, model.layer4]
@@ -185,12 +185,12 @@ def fit_resnet(model: Any) -> Fit:
 
 
 def renamed(model: Any, names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return the tensors of a model under other names, with queries, keys and values apart."""
+    """Return the tensors of a model under other names, with separate queries, keys and values."""
     return rename(dict(_apart(model.state_dict())), names)
 
 
 def rename(state: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return tensors under other names: every pattern is replaced."""
+    """Return tensors under other names: the patterns in `names` are replaced one after the other."""
     out = {}
     for key, value in state.items():
         for pattern, name in names:
@@ -200,7 +200,7 @@ def rename(state: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, 
 
 
 def _apart(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by name, those of queries, keys and values each under a name of its own."""
+    """Yield tensors by name. Joint tensors of queries, keys and values are split into three."""
     for key, value in state.items():
         before, found, after = key.partition(".attn.qkv.")
         if found:
@@ -211,12 +211,12 @@ def _apart(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def line(folder: Path) -> str:
-    """Return one line of Python that loads the export in a folder."""
+    """Return the line of Python that loads the export in a folder."""
     return f"transformers.AutoModel.from_pretrained({str(folder)!r}{arguments(folder)})"
 
 
 def arguments(folder: Path) -> str:
-    """Return the further arguments with which the model in a folder is loaded: ViTModel has a pooling layer, which
-    would be random."""
+    """Return the further arguments of the call that loads the model in a folder. They leave out ViTModel's pooling
+    layer, which would be random."""
     named = json.loads((folder / "config.json").read_text())["architectures"]
     return ", add_pooling_layer=False" if named == ["ViTModel"] else ""

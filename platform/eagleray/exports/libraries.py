@@ -1,10 +1,10 @@
-"""Name the libraries that load exports, before PyTorch is imported to write one."""
+"""The names of the libraries that load exports, and a check of them without importing PyTorch."""
 
 import importlib.util
 
 from eagleray.base.errors import UserError
 
-NEEDS: dict[str, tuple[str, ...]] = {  # each library, and the packages of the extra `export` that it needs
+NEEDS: dict[str, tuple[str, ...]] = {  # by library, the packages of the extra `export` that it needs
     "timm": (),
     "timm-hub": (),
     "transformers": ("transformers",),
@@ -14,7 +14,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # each library, and the packages of the e
 
 
 def check_target(to: str) -> None:
-    """Raises UserError for a library that there are no exports for, or whose packages are missing."""
+    """Raises UserError for a library that Eagleray has no exports for, or whose packages are missing."""
     if to not in NEEDS:
         raise UserError(f"--to {to}: unknown; expected {', '.join(NEEDS)}")
     missing = [name for name in NEEDS[to] if importlib.util.find_spec(name) is None]

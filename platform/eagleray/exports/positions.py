@@ -1,7 +1,7 @@
-"""The position table of a ViT at any size of image, resampled by a product of matrices.
+"""The position table of a ViT for any image size, resampled by matrix products.
 
-`torch.export` and ONNX take no interpolation whose branch depends on the size of an image. A product with two matrices,
-whose entries are functions of the size, has the same values as timm's and DINO's interpolation, and no branch.
+`torch.export` and ONNX do not accept an interpolation that branches on the image size. A product with two matrices,
+whose entries are functions of the size, gives the same values as timm's and DINO's interpolation without a branch.
 """
 
 import types
@@ -16,8 +16,8 @@ from eagleray.models.rotary import rotary, turned
 
 
 def make_resizable(model: Any, position: str) -> None:
-    """Let a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does. A
-    DINOv3 of timm computes its rotary positions from the size of the grid, which timm takes for a constant."""
+    """Make a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does. A
+    DINOv3 of timm then computes its rotary positions from the grid size, which timm treats as a constant."""
     if rotary(model):
         model._pos_embed = types.MethodType(_turn, model)
     is_vit = type(model) is VisionTransformer
@@ -27,7 +27,7 @@ def make_resizable(model: Any, position: str) -> None:
 
 
 def _embed(self: Any, x: Tensor) -> Tensor:
-    """Add positions to patches (B, h, w, D), and return tokens (B, P + h * w, D), P of them before the patches."""
+    """Add positions to patches (B, h, w, D), and return tokens (B, P + h * w, D) with P prefix tokens first."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     rows = 0 if self.no_embed_class else self.num_prefix_tokens
     h0, w0 = self.patch_embed.grid_size
@@ -40,7 +40,7 @@ def _embed(self: Any, x: Tensor) -> Tensor:
 
 
 def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (B, P + h * w, D) of patches (B, h, w, D), and their rotations (h * w, 2 C)."""
+    """Return the tokens (B, P + h * w, D) of patches (B, h, w, D), and their rotary embedding (h * w, 2 C)."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     whole = torch.zeros(1, 2)
     turns = turned(self.rope.periods, (x.shape[1], x.shape[2]), whole, whole + 1)
@@ -48,11 +48,11 @@ def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return the matrices (new, old) of both sides, bicubic with antialiasing."""
+    """Return the matrices (new, old) of both sides for bicubic interpolation with antialiasing."""
     matrices = []
     for n, o in zip(new, old, strict=True):
         at = torch.arange(n, dtype=torch.float32)
-        scale = o / (at[-1] + 1)  # a tensor: the size is not known when the program is written
+        scale = o / (at[-1] + 1)  # a tensor, as the size varies in the traced program
         distance = torch.arange(o) + 0.5 - scale * (at.unsqueeze(1) + 0.5)
         weight = cubic(distance / scale.clamp(min=1), -0.5)
         matrices.append(weight / weight.sum(1, keepdim=True))
@@ -60,13 +60,14 @@ def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
 
 
 def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return the matrices (new, old) of both sides, bicubic without antialiasing, with DINO's 0.1; see `resample`."""
+    """Return the matrices (new, old) of both sides, bicubic without antialiasing, with 0.1 added to new sizes; see
+    `resample`."""
     ats = [torch.arange(n, dtype=torch.float32) for n in new]
     same = torch.stack([at[-1] + 1 == o for at, o in zip(ats, old, strict=True)]).all()
     matrices = []
     for at, o in zip(ats, old, strict=True):
         source = (at.unsqueeze(1) + 0.5) * (o / (at[-1] + 1.1)) - 0.5
-        beyond = torch.arange(-3, o + 3)  # the border's value counts for what lies beyond it
+        beyond = torch.arange(-3, o + 3)  # positions beyond the border have the border's value
         fold = F.one_hot(beyond.clamp(0, o - 1), o).float()
         resampled = cubic(source - beyond, -0.75) @ fold
         matrices.append(torch.where(same, (at.unsqueeze(1) == torch.arange(o)).float(), resampled))
@@ -74,7 +75,7 @@ def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
 
 
 def cubic(x: Tensor, a: float) -> Tensor:
-    """Return Keys' cubic kernel at distances x, with its parameter a."""
+    """Return Keys' cubic kernel with parameter `a` at the distances x."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

@@ -1,4 +1,4 @@
-"""Restore what is exported: a backbone of a run, its images' preprocessing, and where both come from."""
+"""Restore a backbone to export from a run, with the preprocessing of its images and its origin."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from eagleray.views.preprocessing import Preprocessing
 
 @dataclass(frozen=True)
 class Source:
-    """A backbone to export, on the CPU in evaluation mode, without what only training needs."""
+    """A backbone to export, on the CPU in evaluation mode, without parts that only training needs."""
 
     backbone: Backbone
     network: Network
@@ -31,12 +31,12 @@ class Source:
     recipe: Recipe
     out: str  # the run's folder or s3:// URL
     folder: Path  # the run's files on this machine
-    step: int | None  # None: of the newest checkpoint
-    what: str | None  # the encoder of the method to export; None: the method's choice
+    step: int | None  # step of the checkpoint in the path; None: the newest checkpoint
+    what: str | None  # name of the method's encoder to export; None: the method's choice
     evaluated: bool  # whether the run evaluates this backbone
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # the method without its backbones, by common names
-    role: str = ""  # student or teacher, where the backbone is that of one of them
-    steps: int | None = None  # training steps of the weights; None: the checkpoint does not say
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # tensors outside of the backbones, by common names
+    role: str = ""  # student or teacher, if the backbone belongs to one of them
+    steps: int | None = None  # training steps of the weights; None: unknown
 
     def features(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
@@ -48,13 +48,13 @@ class Program(NamedTuple):
     """The Python code that loads an export, prepares images and embeds them."""
 
     text: str
-    probes: Sequence[tuple[int, int, int]] = ()  # batches and sizes of images (B, H, W) to compare it on
+    probes: Sequence[tuple[int, int, int]] = ()  # shapes (B, H, W) of noise images on which it is compared too
     step: int | None = None  # image sizes may differ from the export's own by multiples of this many pixels
 
 
 def load_source(path: str, what: str | None = None) -> Source:
     """Restore the backbone of a run or a checkpoint. `what` names an encoder of its method, such as `student`. Raises
-    UserError."""
+    UserError when there is none or it cannot be restored."""
     state, folder = read_state(path)
     recipe, method, _ = restored(path, state, folder)
     trained = method.export() if what is None else encoder(method, what, recipe).backbone
@@ -62,9 +62,9 @@ def load_source(path: str, what: str | None = None) -> Source:
     images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
     step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
     if not step:
-        run_store(path).fetch()  # what the card reads
+        run_store(path).fetch()  # the files that the card needs
     out = str(folder) if step else path
-    evaluated = trained is method.export() and type(trained) is Backbone  # a subclass pools in a way of its own
+    evaluated = trained is method.export() and type(trained) is Backbone  # a subclass has its own pooling
     return Source(
         backbone,
         recipe.backbone,
@@ -82,7 +82,7 @@ def load_source(path: str, what: str | None = None) -> Source:
 
 
 def encoder(method: Method, what: str, recipe: Recipe) -> Encoder:
-    """Return the encoder of a method with this name. Raises UserError when it has none."""
+    """Return the encoder of a method with this name. Raises UserError when there is none."""
     encoders = {name: m for name, m in method.named_children() if isinstance(m, Encoder)}
     if what not in encoders:
         raise UserError(f"--what {what}: {recipe.method.name} has no such encoder; it has {', '.join(encoders)}")
@@ -98,8 +98,8 @@ def fresh(network: Network, trained: Backbone) -> Backbone:
 
 
 def with_own_grid(backbone: Backbone, network: Network, size: int) -> Backbone:
-    """Return a backbone whose native image size is `size`. The positions of a ViT are resampled once, as the backbone
-    does for each image of that size; libraries that would resample them in another way then have nothing to do."""
+    """Return a backbone whose own image size is `size`. The positions of a ViT are resampled once, as the backbone does
+    for images of that size. Otherwise libraries might resample them in another way."""
     model = backbone.model
     if getattr(model, "pos_embed", None) is None or tuple(model.patch_embed.img_size) == (size, size):
         return backbone

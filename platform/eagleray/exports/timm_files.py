@@ -1,5 +1,5 @@
-"""A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads or, where timm cannot build the network,
-eagleray. In the form for the Hub, it goes there as it is."""
+"""Exports for `timm.create_model("local-dir:FOLDER", pretrained=True)` or, if timm cannot build the network, for
+eagleray. The form for the Hub can be uploaded as it is."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def embed(images):  # (B, N, H, W)
 
 
 def write(source: Source, folder: Path) -> Program:
-    """Write `backbone.safetensors`, `backbone.json` and, for timm, `config.json`; return the program that loads it."""
+    """Write `backbone.safetensors`, `backbone.json` and, for timm, `config.json`. Return the loading program."""
     to_timm(source.backbone, source.network, folder, source.preprocessing)
     images = source.preprocessing
     if images.channels:
@@ -81,8 +81,7 @@ def write(source: Source, folder: Path) -> Program:
 
 
 def needs_ours(source: Source) -> bool:
-    """Return whether the export is loaded by eagleray, or by timm after eagleray has loaded a plug-in, or its images
-    are read by eagleray."""
+    """Return whether loading the export needs eagleray: to build the network, to load a plug-in or to read images."""
     return bool(source.preprocessing.channels) or unknown_to_timm(source) != ""
 
 
@@ -92,7 +91,7 @@ def write_hub(source: Source, folder: Path) -> Program:
     if unknown := unknown_to_timm(source):
         raise UserError(f"--to timm-hub: timm cannot build {unknown}; --to timm is for eagleray.load")
     network, sized = source.network, source.backbone
-    if network.position == "dino":  # timm would resample these position embeddings in its own way
+    if network.position == "dino":  # timm would resample DINO's positions in another way
         sized = with_own_grid(sized, network, source.preprocessing.size)
     arguments = describe(network)["options"] | any_size(sized, network)
     settings = timm_config(sized, network, arguments, source.preprocessing)
@@ -103,7 +102,8 @@ def write_hub(source: Source, folder: Path) -> Program:
 
 
 def unknown_to_timm(source: Source) -> str:
-    """Name a network that timm cannot build, and the keys that make it so; an empty text for any other."""
+    """Return the name of a network that timm cannot build, with the keys that make it so, or "" if timm can build
+    it."""
     plugin = plugins.plugin_of(source.network.name, "backbone")
     if "timm" in describe(source.network) and not plugin:
         return ""
@@ -114,5 +114,5 @@ def unknown_to_timm(source: Source) -> str:
 
 
 def hub_line(folder: Path) -> str:
-    """Return one line of Python that loads the export in a folder."""
+    """Return the line of Python that loads the export in a folder."""
     return f"timm.create_model({f'local-dir:{folder}'!r}, pretrained=True)"

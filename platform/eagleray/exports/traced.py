@@ -1,7 +1,7 @@
-"""Programs that need neither timm nor eagleray: a network traced by `torch.export`, as it is or as ONNX.
+"""Programs that need neither timm nor eagleray: networks traced by `torch.export`, as they are or as ONNX.
 
-They take any number of images. Where the network can be traced without a fixed size, they take images of any size too,
-in steps of its stride.
+They accept any batch size. If the network can be traced without a fixed size, they also accept images whose sides are
+multiples of its stride.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from eagleray.exports.positions import make_resizable
 from eagleray.exports.source import Program, Source, fresh
 from eagleray.models.backbone import Backbone
 
-BATCH, SIDE = 4096, 4096  # the largest batch, and the longest side of an image in pixels, that a program is made for
+BATCH, SIDE = 4096, 4096  # largest batch size and image side in pixels of a program
 ONNX, TORCH = "backbone.onnx", "backbone.pt2"
 SETTINGS = "preprocessing.json"
 
@@ -83,14 +83,14 @@ def embed(images):  # (B, 3, H, W)
 
 
 class Traced(NamedTuple):
-    """A traced network, and the steps of the sizes of images that it takes, in pixels; None: its own size alone."""
+    """A traced network, and the step in pixels of the image sizes that it accepts; None: only one size."""
 
     program: ExportedProgram
     step: int | None
 
 
 class Pooled(nn.Module):
-    """The pooled vectors of a model of timm."""
+    """A module that returns the pooled vectors (B, D) of a timm model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -102,18 +102,18 @@ class Pooled(nn.Module):
 
 
 def trace(source: Source) -> Traced:
-    """Trace a backbone for any batch and, where that works, any size of image. Raises UserError."""
-    backbone = fresh(source.network, source.backbone)  # a copy, because positions are changed below
+    """Trace a backbone for any batch size and, if possible, for any image size. Raises UserError if it cannot."""
+    backbone = fresh(source.network, source.backbone)  # a copy, as make_resizable changes it
     make_resizable(backbone.model, source.network.position)
     size = source.preprocessing.size
     step = stride(backbone)
     batch = Dim("batch", min=1, max=BATCH)
     error = None
-    for each in (None,) if size % step or size < 2 * step else (step, None):  # one patch is a special case
+    for each in (None,) if size % step or size < 2 * step else (step, None):  # one patch per side is a special case
         sides: dict[int, Any] = {}
         if each:
             sides = {2: each * Dim("h", min=2, max=SIDE // each), 3: each * Dim("w", min=2, max=SIDE // each)}
-        # Two sides that differ: nothing is taken for equal because it happens to be.
+        # The sides differ, so that the tracer does not take them for equal.
         images = torch.randn(2, 3, *((4 * each, 6 * each) if each else (size, size)))
         try:
             with quiet():
@@ -126,7 +126,7 @@ def trace(source: Source) -> Traced:
 
 
 def stride(backbone: Backbone) -> int:
-    """Return the pixels of an image by which one more patch of the last grid comes."""
+    """Return by how many pixels an image side must grow for one more patch in the last grid."""
     patch = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", None)
     return int(patch[0]) if patch and hasattr(backbone.model, "num_prefix_tokens") else 32
 
@@ -163,12 +163,12 @@ def write_onnx(source: Source, folder: Path) -> Program:
 
 
 def write_settings(source: Source, folder: Path) -> None:
-    """Write the preprocessing of images beside a program."""
+    """Write the preprocessing of images into a file next to the program."""
     (folder / SETTINGS).write_text(json.dumps(source.preprocessing.plain(), indent=1))
 
 
 def probes(source: Source, traced: Traced) -> list[tuple[int, int, int]]:
-    """Return batches and sizes of images (B, H, W) on which a program is compared."""
+    """Return the shapes (B, H, W) of noise images on which a program is compared."""
     size = source.preprocessing.size
     if not traced.step:
         return [(1, size, size), (3, size, size)]
@@ -177,7 +177,7 @@ def probes(source: Source, traced: Traced) -> list[tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the tracer, which tells its own developers much."""
+    """A context without the tracer's messages, which are meant for its developers."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -189,10 +189,10 @@ def quiet() -> Iterator[None]:
 
 
 def onnx_line(folder: Path) -> str:
-    """Return one line of Python that loads the export in a folder."""
+    """Return the line of Python that loads the export in a folder."""
     return f"onnxruntime.InferenceSession({str(folder / ONNX)!r})"
 
 
 def torch_line(folder: Path) -> str:
-    """Return one line of Python that loads the export in a folder."""
+    """Return the line of Python that loads the export in a folder."""
     return f"torch.export.load({str(folder / TORCH)!r}).module()"

@@ -1,4 +1,4 @@
-"""Verify an export without PyTorch: compute its digests again, and compare what its files say of each fact."""
+"""Verify an export without PyTorch: recompute its digests, and check that its files agree on each fact."""
 
 import contextlib
 import hashlib
@@ -14,16 +14,16 @@ from eagleray.engine.export_files import CARD, CONFIG, DESCRIPTION
 from eagleray.runs import provenance
 from eagleray.runs.provenance import NAME, Provenance, tensor_digests
 
-MOST = 3  # an error names this many of the findings
+MOST = 3  # largest number of findings in an error
 
 
 @dataclass(frozen=True)
 class Verified:
-    """An export in which everything is as it was written."""
+    """An export that was verified."""
 
-    folder: Path  # on this machine
-    sha256: str  # of provenance.json, by which others know this export
-    checks: tuple[str, ...]  # a line about each
+    folder: Path  # folder on this machine
+    sha256: str  # SHA-256 of provenance.json, which identifies the export
+    checks: tuple[str, ...]  # a line about each check
     conditions: str  # licences that forbid a use, have conditions or are unknown
     facts: Provenance
 
@@ -50,7 +50,7 @@ def verify(folder: Path) -> Verified:
 
 
 def fields(path: Path, facts: Provenance) -> Iterator[str]:
-    """Yield the facts that are not those that were written."""
+    """Yield a line for each fact that was changed after the export was written."""
     wanted, known = provenance.field_digests(facts), facts.fields
     wrong = [name for name in {**wanted, **known} if wanted.get(name) != known.get(name)]
     yield from (f"{NAME}: {name} was changed" for name in wrong)
@@ -59,7 +59,8 @@ def fields(path: Path, facts: Provenance) -> Iterator[str]:
 
 
 def files(folder: Path, facts: Provenance) -> Iterator[str]:
-    """Yield the files that are missing, changed or added. Hidden files and the folders of other exports are none."""
+    """Yield a line for each file that is missing, changed or added, without hidden ones and folders of other
+    exports."""
     there = {p.name: p for p in sorted(folder.iterdir()) if not p.name.startswith(".") and not (p / NAME).exists()}
     yield from (f"{name}: is missing" for name in facts.files if name not in there)
     for name, path in there.items():
@@ -70,25 +71,25 @@ def files(folder: Path, facts: Provenance) -> Iterator[str]:
 
 
 def tensors(folder: Path, facts: Provenance) -> Iterator[str]:
-    """Yield the tensors that are not those that were written."""
+    """Yield a line for each tensor that was changed, added or removed after the export was written."""
     for file, wanted in facts.tensors.items():
         found = {}
         if file in facts.files and (folder / file).is_file():
-            with contextlib.suppress(UserError):  # of a damaged file all tensors are missing
+            with contextlib.suppress(UserError):  # a damaged file counts as one without tensors
                 found = tensor_digests(folder / file)
             wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
             yield from (f"{file}: tensor {name} was changed" for name in wrong)
 
 
 def words(folder: Path, facts: Provenance) -> Iterator[str]:
-    """Yield the facts of which other files of the export say something else."""
+    """Yield a line for each fact on which another file of the export disagrees with provenance.json."""
     if (card := folder / CARD).is_file():
         text = card.read_text(errors="replace")
         wrong = [fact for fact, said in provenance.statements(facts).items() if said not in text]
         yield from (f"{CARD}: its {fact} is not that of {NAME}" for fact in wrong)
     wanted = {"backbone": facts.backbone.partition(".")[0], "features": facts.features}
     for name in sorted({DESCRIPTION, CONFIG} & facts.files.keys()):
-        with contextlib.suppress(OSError, *NO_JSON):  # `files` names what is damaged
+        with contextlib.suppress(OSError, *NO_JSON):  # `files` reports damaged files
             known = json.loads((folder / name).read_text())
             model = known.get("architecture") or known.get("network", {}).get("name", facts.backbone)
             said = {"backbone": model.partition(".")[0], "features": known.get("num_features", known.get("features"))}

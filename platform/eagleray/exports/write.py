@@ -1,4 +1,5 @@
-"""Write an export into a folder: its files, the check in a new process, its card. It counts only as a whole."""
+"""Write an export into a folder: its files, checked in a new process, and its card. It is kept only if it is
+complete."""
 
 import json
 import os
@@ -30,8 +31,8 @@ from eagleray.runs.materials import facts_of
 class Target:
     """A library that loads exports."""
 
-    write: Callable[[Source, Path], Program]  # writes the files; returns how to load them
-    line: Callable[[Path], str]  # returns the line of Python that loads the files of a folder
+    write: Callable[[Source, Path], Program]  # writes the files and returns the program that loads them
+    line: Callable[[Path], str]  # returns the line of Python that loads them
 
 
 TARGETS = {
@@ -48,15 +49,16 @@ class Written(NamedTuple):
 
     folder: Path
     files: list[Path]
-    line: str  # the line of Python that loads it
+    line: str  # line of Python that loads the export
     difference: Difference
-    step: int | None  # a traced network takes image sizes in steps of this many pixels
+    step: int | None  # step in pixels of the image sizes that a traced network accepts
     conditions: str  # licences that forbid a use, have conditions or are unknown
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, licence: str = "") -> Written:
-    """Write an export into a folder, after a new process has loaded it. Files of an earlier one for the same library
-    are replaced. Raises UserError, and leaves the folder as it was."""
+    """Write an export into a folder, after a new process has loaded it. It replaces an earlier one for the same
+    library. Raises UserError, and leaves the folder unchanged, when the export fails or other files are in its
+    place."""
     target = TARGETS[to]
     if source.preprocessing.channels and to != "timm":
         raise UserError(
@@ -81,7 +83,7 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, li
 
 
 def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
-    """Return the facts about the backbone of a source, which is published under a licence."""
+    """Return the facts about the backbone of a source. `licence` is that of the published weights."""
     features, parameters = source.backbone.dim, sum(p.numel() for p in source.backbone.parameters())
     how = source.recipe, source.out, source.folder, source.network
     facts = facts_of(*how, features=features, parameters=parameters, steps=source.steps)
@@ -89,8 +91,8 @@ def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
 
 
 def write_heads(source: Source, folder: Path) -> None:
-    """Write what a method has beside its backbones, such as heads, centres and queues, by the names that all methods
-    have in common, so that another run can go on with it. Raises UserError when there is nothing."""
+    """Write the tensors of a method outside of its backbones, such as heads, centres and queues, under the names that
+    all methods share, so that another run can start from them. Raises UserError when there are none."""
     if not source.parts:
         raise UserError(f"--heads: {source.recipe.method.name} has nothing beside its backbone")
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in source.parts.items()}
@@ -99,7 +101,7 @@ def write_heads(source: Source, folder: Path) -> None:
 
 
 def check_place(folder: Path, to: str, names: Collection[str]) -> None:
-    """Raise UserError when files of these names are in a folder and not from an export for the same library."""
+    """Raises UserError when a folder has files of these names that are not from an export for the same library."""
     there = sorted(name for name in names if os.path.lexists(folder / name))
     if there and (known := library_of(folder)) != to:
         whose = f"from an export --to {known}" if known else f"not from an export --to {to}"
@@ -107,8 +109,8 @@ def check_place(folder: Path, to: str, names: Collection[str]) -> None:
 
 
 def library_of(folder: Path) -> str:
-    """Return the library that the export in a folder is for, or an empty text where it holds none."""
-    if not os.path.lexists(folder / CARD):  # a run leaves its own export without a card
+    """Return the library for which a folder has an export, or "" if it has none."""
+    if not os.path.lexists(folder / CARD):  # the export that a run writes at its end has no card
         try:
             known = json.loads((folder / FILE).with_suffix(".json").read_text())
             return "timm" if {"timm", "backbone"} & set(known) else ""
@@ -119,16 +121,16 @@ def library_of(folder: Path) -> str:
     use = (folder / CARD).read_text(errors="replace").partition("## Preprocessing")[0]
     name = re.search(r"^library_name: (\S+)$", use, re.MULTILINE)
     found = [t for t in TARGETS if name and "Eagleray pretrained it" in use and LIBRARIES.get(t, t) == name[1]]
-    if "timm" in found:  # both of its forms have one name on the Hub
+    if "timm" in found:  # the card has the same name for both forms
         return "timm" if os.path.lexists(folder / FILE) else "timm-hub"
     return found[0] if found else ""
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yield a new folder whose files move into `folder` when the block ends, with the modes that the umask gives.
+    """A context with a new folder whose files move into `folder` at its end, with the modes that the umask gives.
 
-    If the block raises, `folder` stays as it was. Raises UserError when `folder` cannot be written."""
+    After an error `folder` is unchanged. Raises UserError when `folder` cannot be written."""
     with writing(f"--destination {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
@@ -137,8 +139,8 @@ def staged(folder: Path) -> Iterator[Path]:
             (probe := folder / ".mode").touch()
             mode = probe.stat().st_mode
             probe.unlink()
-            for file in sorted(stage.iterdir(), key=lambda f: f.name != CARD):  # first what tells whose the others are
-                file.chmod(mode)  # safetensors lets nobody else read what it writes
+            for file in sorted(stage.iterdir(), key=lambda f: f.name != CARD):  # first the card: it names the library
+                file.chmod(mode)  # safetensors makes files readable for their owner only
                 sync_file(file)
                 file.replace(folder / file.name)
             sync_folder(folder)

@@ -1,4 +1,4 @@
-"""Check a sweep before its first trial, in a process that ends: it imports methods, and PyTorch with them."""
+"""Check a sweep before its first trial. This runs in a process that then ends, as methods import PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,16 +21,16 @@ from eagleray.runs.sources import resolve_paths
 from eagleray.sweeps.label_free import LABEL_FREE
 from eagleray.sweeps.sweep import Sweep, corners, recipe_of
 
-FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # numbers of summary.json only
+FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # keys that only summary.json has
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
-OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method may have more numbers
+OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # methods may report more
 
 
 def check_sweep(
     tree: dict[str, Any], packed: Mapping[str, plugins.Sources], folder: str, objective: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Check the data of a sweep in a folder or at a URL and, if asked, its objective. Returns the contents of
-    environment.json. The sweep comes as a tree, with the sources of its plug-ins. Raises UserError and Outage."""
+    """Check the data of a sweep and, if `objective`, its objective. Returns the contents of environment.json. `folder`
+    is a folder or URL, `tree` the sweep, and `packed` the sources of its plug-ins. Raises UserError and Outage."""
     console.quiet = quiet
     plugins.install(packed)
     sweep = config.check(Sweep, tree, "sweep")
@@ -41,8 +41,8 @@ def check_sweep(
 
 
 def check_objective(sweep: Sweep) -> None:
-    """Raises UserError when no trial would ever report the objective, or only at its end while the scheduler
-    compares trials earlier."""
+    """Raises UserError when no trial would report the objective, its mode is wrong for the metric, or trials report it
+    only at their end while the scheduler compares them earlier."""
     key = sweep.objective.key
     where = f"objective.key={key}"
     if key not in (*OBJECTIVES, LABEL_FREE):
@@ -84,7 +84,7 @@ def never_earlier(sweep: Sweep, name: str) -> bool:
 
 
 def check_data(sweep: Sweep, folder: str | Path) -> None:
-    """Check the first trial of each alternative in place of all. Raises UserError when its data is missing or lacks
+    """Check the first trial of each alternative on behalf of all. Raises UserError when its data is missing or lacks
     the labels that the objective needs, or when its method cannot be built or cannot take an image size."""
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():

@@ -1,8 +1,8 @@
-"""Compare trials without labels: one number from the rank and the uniformity of their features.
+"""Compare trials without labels, by one number computed from the rank and the uniformity of their features.
 
-RankMe is that of Garrido et al. 2023, arXiv:2210.02885; alignment and uniformity are those of Wang and Isola 2020,
-arXiv:2005.10242. The monitor measures all three: runs/monitor.py. Alignment is printed but has no weight: it
-falls when features collapse, too, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md).
+RankMe is from Garrido et al. 2023, arXiv:2210.02885; alignment and uniformity are from Wang and Isola 2020,
+arXiv:2005.10242. The monitor measures all three, see runs/monitor.py. Alignment is printed but has no weight: it also
+falls when features collapse, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md).
 """
 
 import math
@@ -15,38 +15,37 @@ from eagleray.runs.metrics import KNN_TOP1, MONITOR_KNN
 LABEL_FREE = "label_free"
 RANK, ALIGNMENT, UNIFORMITY = "health/backbone_rank", "health/alignment", "health/uniformity"
 MEASURED = (RANK, ALIGNMENT, UNIFORMITY)
-REFERENCES = (KNN_TOP1, MONITOR_KNN)  # label-free numbers are compared with the first of these that the trials have
-LEAST = 4  # trials of which an order says something
+REFERENCES = (KNN_TOP1, MONITOR_KNN)  # kNN accuracies: label-free numbers are compared with the first that is reported
+LEAST = 4  # fewest trials for which a rank correlation is computed
 
 
 class LabelFreeAgreement(NamedTuple):
-    """Says how far numbers without labels order the finished trials as kNN does."""
+    """How well label-free numbers rank the finished trials, compared with their ranks by kNN accuracy."""
 
     reference: str  # the key of the kNN accuracy
     trials: int
-    correlations: dict[str, float]  # Spearman's, by key, positive where the number agrees
+    correlations: dict[str, float]  # Spearman's rank correlations by key, positive for a number that agrees with kNN
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return the correlations as a line of text."""
         numbers = ", ".join(f"{key} {value:+.2f}" for key, value in self.correlations.items())
         return f"rank correlation with {self.reference} over {self.trials} finished trials: {numbers}"
 
 
 def score(record: Mapping[str, Any]) -> float:
-    """Return the label-free number of a line of metrics.jsonl, which is higher for better features: the log of RankMe
-    less uniformity, which falls as features get better. It is not a number if one is missing."""
+    """Return the label-free number of a line of metrics.jsonl: the log of RankMe minus the uniformity, which is lower
+    for better features. Higher is better; NaN if RankMe or the uniformity is missing."""
     rank, uniformity = record.get(RANK, math.nan), record.get(UNIFORMITY, math.nan)
     return math.log(rank) - uniformity if rank > 0 else math.nan
 
 
 def objective(record: Mapping[str, Any], key: str) -> float:
-    """Return a metric of a line of metrics.jsonl; not a number if it is missing."""
+    """Return a metric of a line of metrics.jsonl, or NaN if it is missing."""
     return score(record) if key == LABEL_FREE else float(record.get(key, math.nan))
 
 
 def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
-    """Return how the numbers without labels agree with kNN over the rows of finished trials, or None if these are too
-    few or have no kNN accuracy."""
+    """Return how label-free numbers agree with kNN over finished trials, or None if fewer than LEAST have both."""
     numbers = [r.get("numbers", {}) for r in rows if r["state"] == "finished"]
     for reference in REFERENCES:
         both = [n for n in numbers if reference in n and math.isfinite(score(n))]
@@ -60,8 +59,8 @@ def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation, from -1 to 1; 0 where all values of a list are equal."""
-    from scipy.stats import rankdata  # takes 0.3 s, which commands that compare nothing do without
+    """Return Spearman's rank correlation of two lists, from -1 to 1; 0 if all values of a list are equal."""
+    from scipy.stats import rankdata  # takes 0.3 s to import, which only comparisons need
 
     varied = len(set(a)) > 1 and len(set(b)) > 1
     return statistics.correlation(rankdata(a).tolist(), rankdata(b).tolist()) if varied else 0.0

@@ -1,4 +1,4 @@
-"""Show a sweep's trials: in a live table on a terminal, otherwise a line per event."""
+"""Show a sweep's trials in a live table on a terminal, otherwise by a line per event."""
 
 import time
 from collections import Counter
@@ -19,18 +19,18 @@ from eagleray.sweeps.label_free import agreement
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import count_trials, in_words
 
-ROWS = 24  # the live table shows what runs and what was last
+ROWS = 24  # largest number of rows of the live table
 ORDER = ("running", "waiting", "finished", "stopped", "failed")
 
 
 class Show:
-    """A context that shows the trials; call it repeatedly to update the table."""
+    """A context that shows the trials. Each call updates the table."""
 
     def __init__(self, study: Study) -> None:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
-        self.began: dict[str, tuple[float, int]] = {}  # time and step at which a trial was first seen to run
-        self.tails: dict[str, Tail] = {}  # metrics of trials that were seen to run
-        self.steps: dict[str, int] = {}  # the newest in them
+        self.began: dict[str, tuple[float, int]] = {}  # seconds and step when a trial was first seen running
+        self.tails: dict[str, Tail] = {}  # metrics.jsonl of trials that were seen running
+        self.steps: dict[str, int] = {}  # the newest step in each of these files
 
     def __enter__(self) -> "Show":
         if out.is_terminal:
@@ -48,7 +48,7 @@ class Show:
             self.live.update(self.table(), refresh=True)
 
     def table(self) -> Table:
-        """Return the table of the first rows: running trials, then waiting ones, then the others."""
+        """Return a table of the first ROWS trials: running ones, then waiting ones, then the others."""
         study, keys = self.study, self.study.keys()
         with study.lock:
             rows = [dict(r) for r in study.rows.values()]
@@ -68,8 +68,8 @@ class Show:
         return table
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its own folder, or
-        from its last report if the trials are in a store."""
+        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its metrics.jsonl
+        or, if the trials are in a store, from its last report."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
         path = self.study.folder / "trials" / row["id"] / layout.METRICS
@@ -85,8 +85,8 @@ class Show:
 
 
 def short(keys: list[str]) -> list[str]:
-    """Return column titles for dotted keys: as many last parts of each key as it takes for all to differ, without a
-    final `.value`."""
+    """Return column titles for dotted keys: the shortest ends, in whole parts, by which no two keys are equal. A final
+    `.value` is left out."""
     titles = []
     for key in keys:
         parts = key.removesuffix(".value").split(".")
@@ -97,13 +97,13 @@ def short(keys: list[str]) -> list[str]:
 
 
 def states(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return in words how many trials are in each state."""
+    """Return a text on how many trials are in each state."""
     counts = Counter(r["state"] for r in rows)
     return ", ".join(f"{counts[s]} {s}" for s in ORDER if counts[s])
 
 
 def comparison(study: Study) -> list[str]:
-    """Return a table of the alternatives, each at its best, as lines."""
+    """Return the lines of a table with a row for each alternative of the sweep and its best trial."""
     keys = study.keys()
     rows = [("ALTERNATIVE", "FINISHED", study.sweep.objective.key, "TRIAL", *short(keys))]
     for one in study.best_of_each():
@@ -113,7 +113,7 @@ def comparison(study: Study) -> list[str]:
 
 
 def conclude(study: Study, files: list[Path]) -> None:
-    """Print the counts, the best trial and the paths of the results. On a terminal also print why trials failed."""
+    """Print the counts, the best trial and the paths of the results; on a terminal also why trials failed."""
     out.print(f"{count_trials(study.sweep)} trials: {states(study.rows.values())}", markup=False)
     for row in study.rows.values():
         if row["state"] == "failed" and out.is_terminal:

@@ -1,5 +1,5 @@
-"""Draw a sweep in pictures: the objective over each key, all keys side by side, the objective over the steps, and the
-alternatives at their best."""
+"""Draw plots of a sweep: the objective over each key, all keys in parallel, the objective over the steps, and the best
+trial of each alternative."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ from eagleray.sweeps.sweep import RANGES, in_words
 
 COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # colours of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
-COLUMNS = 4  # columns of panels
-NAMED = 12  # curves at most that have their trial's name; of more, the best one has
+COLUMNS = 4  # largest number of panels in a row
+NAMED = 12  # with at most so many curves, all have their trial's name; with more, only the best
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
 def draw(study: Study) -> list[Path]:
-    """Write keys.png, parallel.png, curves.png and, of several alternatives, alternatives.png into the sweep's folder,
+    """Write keys.png, parallel.png, curves.png and, for several alternatives, alternatives.png into the sweep's folder,
     and return their paths. Draws nothing while no trial has a result."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
     if not rows:
@@ -32,7 +32,7 @@ def draw(study: Study) -> list[Path]:
 
 
 def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw one panel for each key: every trial is a point, with the key's value and the objective."""
+    """Draw one panel for each key: every trial is a point, with the key's value on x and the objective on y."""
     from matplotlib.figure import Figure
 
     varied = drawn_keys(study, rows)
@@ -68,8 +68,8 @@ def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, 
 
 
 def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw one line per trial across an axis for each key; darker lines are better trials. Where an alternative
-    lacks a key, a dotted line skips its axis."""
+    """Draw one line per trial across parallel axes, one for each key; darker lines are better trials. If an alternative
+    lacks a key, its lines are dotted across that key's axis."""
     from matplotlib.figure import Figure
 
     columns = [*drawn_keys(study, rows), study.sweep.objective.key]
@@ -103,7 +103,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
 
 
 def curves(study: Study, colours: Mapping[str, str]) -> Path:
-    """Draw the objective of every trial over the share of the trial's steps, with the values that the scheduler saw."""
+    """Draw the objective of every trial over the share of the trial's steps, from the values that the scheduler got."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.4), dpi=DPI, layout="constrained")
@@ -129,8 +129,8 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
 
 
 def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw a row for each alternative, the best one on top: its trials as points at their objective, and beside them
-    what its best trial has reached, and with which values. Trials that were stopped early are hollow."""
+    """Draw a row for each alternative, the best one on top: its trials as points at their objective, and above them the
+    objective and values of its best trial. Trials that were stopped early are hollow."""
     from matplotlib.figure import Figure
 
     each = study.best_of_each()
@@ -148,7 +148,7 @@ def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mappi
             axes.plot(row["metric"], y, MARKS.get(row["state"], "."), **look)
         settings = "  ".join(f"{titles[k]} {in_words(v)}" for k, v in one["values"].items())
         reached = "no trial took all its steps" if one["metric"] is None else f"{one['metric']:.4g}: {settings}"
-        beside = axes.get_yaxis_transform()  # x counts from the left edge of the panel
+        beside = axes.get_yaxis_transform()  # x as a share of the panel's width, y in data coordinates
         axes.text(0.01, y - 0.3, reached, transform=beside, fontsize=7.5, va="center", color=INK)
     names = [f"{one['alternative']}\n{one['finished']} of {one['trials']} done" for one in each]
     axes.set_yticks(range(len(each)), names)
@@ -161,7 +161,7 @@ def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mappi
 
 
 def drawn_keys(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that are varied, without those of alternatives that have no result yet."""
+    """Return the keys that are varied, without those that no trial with a result has."""
     varied = study.keys()
     return [key for key in varied if any(key in r["values"] for r in rows)]
 
@@ -174,41 +174,40 @@ def kinds(study: Study) -> dict[str, str]:
 
 
 class Scale:
-    """Positions of values on an axis. A range has a linear or logarithmic axis; the values of a list stand side by
-    side."""
+    """Maps values to positions on an axis, linear or logarithmic for a range; values of a list are equally spaced."""
 
     def __init__(self, values: Sequence[Any], kind: str) -> None:
         """`kind` is the kind of the key in the sweep file, such as log or choice."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         self.range = numbers and kind in RANGES
-        # Mappings and lists have no hash, and True equals 1.
+        # Values are told apart by repr: mappings and lists have no hash, and True equals 1.
         distinct = set(values) if numbers else {repr(v): v for v in values}.values()
         self.values: list[Any] = sorted(distinct, key=None if numbers else str)
         self.places = {repr(v): i for i, v in enumerate(self.values)}
         self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
-        """Return the coordinate of a value on the axis of matplotlib."""
+        """Return the coordinate of a value on matplotlib's axis."""
         if self.range:
             return float(value)
         return (
             self.places[repr(value)] if repr(value) in self.places else self.values.index(value)
-        )  # 1 and 1.0 are equal
+        )  # 1 and 1.0 are equal but differ in repr
 
     def share(self, value: Any) -> float:
-        """Return the position of a value from 0, the lowest, to 1, the highest."""
+        """Return the position of a value between 0 for the lowest and 1 for the highest."""
         low, high, x = (float(self.at(v)) for v in (self.values[0], self.values[-1], value))
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(x)
         return (x - low) / (high - low) if high > low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return positions from 0 to 1, with the text at each."""
+        """Return positions from 0 to 1, each with its text: the ends of a range, or all values of a list."""
         ends = dict.fromkeys((self.values[0], self.values[-1])) if self.range else self.values
         return [(self.share(v), in_words(v)) for v in ends]
 
     def label(self, axes: Any) -> None:
-        """Set scale and ticks of the horizontal axis."""
+        """Set the scale and the ticks of the horizontal axis."""
         if self.log:
             axes.set_xscale("log")
         elif not self.range:
@@ -217,7 +216,7 @@ class Scale:
 
 
 def legend(figure: Any, study: Study, colours: Mapping[str, str]) -> None:
-    """Draw a legend of the alternatives, if there are several, and of the markers for finished and stopped trials."""
+    """Draw a legend of the alternatives, if there are several, and of the markers of finished and stopped trials."""
     from matplotlib.lines import Line2D
 
     several = len(colours) > 1

@@ -29,16 +29,16 @@ from eagleray.sweeps.sweep import recipe_of
 from eagleray.sweeps.trial_files import finished_summary, free_resources
 from eagleray.sweeps.width import TrialWaiting, Width, share
 
-POLL = 0.2  # seconds between two looks at the screen and at what asks to stop
-AGAIN = 2.0  # seconds until trials are asked again to stop: one may just have begun
-PENDING = 200  # trials that wait for room at once, as an autoscaler sees them, at most
-DEATHS = 3  # a trial goes on so often after its process died; machines that are taken away, or lost, do not count
-DIED = "worker process has died"  # what Ray says of a process that has died on a machine that lives
+POLL = 0.2  # seconds between two updates of the screen and checks for a request to stop
+AGAIN = 2.0  # seconds between two requests to trials to stop, as some may just have begun
+PENDING = 200  # most trials that wait for room at a time, which an autoscaler sees
+DEATHS = 3  # deaths of a trial's process that do not fail it, without those whose machine was taken away or lost
+DIED = "worker process has died"  # part of Ray's message if a process has died, but not its machine
 VARIABLES = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial's output is in its folder
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric to give
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # loggers are not needed, as a trial writes its own files
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",  # the old one can be silent
+    "RAY_AIR_NEW_OUTPUT": "0",  # the older output can be turned off
 }
 
 
@@ -46,14 +46,14 @@ Screen = AbstractContextManager[Callable[[], None]]
 
 
 class LocalState:
-    """Objects that exist in this process alone. They are pickled as nothing, as Tune would otherwise write them into
-    a file that nobody reads."""
+    """Objects that exist in this process alone. They are pickled as nothing; otherwise Tune would write them into a
+    file that nobody reads."""
 
     def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
         self.study, self.stop, self.width = study, stop, width
-        self.away = ""  # the store that does not answer, because of which trials were asked to stop
+        self.away = ""  # message on a store that does not answer, if trials were stopped for that
         self.command = new_command()
-        self.deaths = Counter[str]()  # deaths of processes by trial
+        self.deaths = Counter[str]()  # deaths of each trial's process that count towards DEATHS
 
     def __reduce__(self) -> Any:
         return object, ()
@@ -63,19 +63,20 @@ class LocalState:
 
 
 def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threading.Event, screen: Screen) -> None:
-    """Run the trials that are not done, at most `most` at once, until all are done or the event `stop` is set.
-    `screen` shows their progress. Raises UserError."""
+    """Run the trials that are not done, at most `most` at a time, until all are done or the event `stop` is set.
+    `screen` yields a function that updates the screen. Raises UserError, and Outage when a store stays away."""
     os.environ.update(VARIABLES)
-    # The journal says in a line what a trial ended with.
+    # Tune's own messages on the end of a trial are not shown, as the journal prints one line on it.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
-    # Ray takes the signals, and the screen takes them back; of a lost machine Ray prints dozens of lines.
+    # Ray replaces the signal handlers, so the screen, which handles signals too, is entered after it. When a machine is
+    # lost, Ray prints dozens of lines to stderr.
     with session() as ray, divert_stderr(study.folder / layout.RAY_LOG), screen as show:
         from ray import tune
 
-        _keep_keys()  # not before: Ray reads how it authenticates when it is imported, which the session says
+        _keep_keys()  # imports Ray, which reads at import how to authenticate: the session sets that
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
-        # Trials that wait for room are what an autoscaler adds machines for; a search that learns asks one by one.
+        # An autoscaler adds machines for pending trials. Optuna learns from results, so its trials are drawn singly.
         pending = 1 if study.sweep.search == "optuna" else min(most or PENDING, PENDING)
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(pending)
         local = LocalState(study, stop, Width(study.sweep, most, lambda: machines(ray)))
@@ -97,23 +98,23 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
                 verbose=0,
                 stop=stopper(local),
                 callbacks=[journal(local)],
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs save their own
-                failure_config=tune.FailureConfig(max_failures=-1),  # see `Journal.on_trial_recover`
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs save their own checkpoints
+                failure_config=tune.FailureConfig(max_failures=-1),  # `Journal.on_trial_recover` sets the limit
             ),
         )
         _fit(tuner, local, TrialWaiting(study, each, lambda: machines(ray), show))
 
 
 def _keep_keys() -> None:
-    """Make Tune leave a store's keys out of what it tells Ray of a trial, which Ray logs on every node and shows in its
-    dashboard. Trials have those of their node, as the workers of a run do."""
+    """Remove a store's keys from the environment variables that Tune passes to trials, as Ray logs these on every node
+    and shows them in its dashboard. Trials use the keys of their node, as the workers of a run do."""
     tune: Any = importlib.import_module("ray.tune.execution.class_cache")
     tune.ENV_VARS_TO_PROPAGATE = {name for name in tune.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")}
 
 
 def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
-    """Run Tune in a thread of its own, as it would handle Ctrl-C itself in the main thread. When `local.stop` is set,
-    every running trial is asked to save and stop. Raises Outage when that is because of a store that stays away."""
+    """Run Tune in a thread of its own, as in the main thread it would handle Ctrl-C itself. When `local.stop` is set,
+    all running trials are asked to save and stop. Raises Outage when that is because a store stays away."""
     ended, asked = begin(tuner.fit, "ray-tune"), -math.inf
     while not ended.done():
         wait([ended], POLL)
@@ -122,7 +123,7 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
             asked = time.monotonic()
             for row in list(local.study.rows.values()):
                 if row["state"] == "running":
-                    with suppress(Outage, OSError):  # a store may be away; the next time may be better
+                    with suppress(Outage, OSError):  # the request is repeated after AGAIN seconds
                         run_store(local.study.trial(row["id"])).put(layout.STOP, "")
     if e := ended.exception():
         cause = getattr(e, "cause", e)
@@ -150,7 +151,7 @@ def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[s
 
 
 def searcher(local: LocalState) -> Any:
-    """Return a searcher that gives Tune the trials in the order of the study, as many as may run at once."""
+    """Return a searcher from which Tune gets the trials in the order of the study, as many as may run at a time."""
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
@@ -162,7 +163,7 @@ def searcher(local: LocalState) -> Any:
             row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            if row["starts"]:  # a driver that was killed may have left it, and begins to count anew
+            if row["starts"]:  # left by an earlier driver, while this one counts deaths from 0
                 run_store(local.study.trial(row["id"])).delete(layout.FAILED)
             return {"row": trial_settings(local.study, row, local.command)}
 
@@ -170,7 +171,7 @@ def searcher(local: LocalState) -> Any:
             pass
 
         def save(self, path: str) -> None:
-            """Do nothing: the study holds the state."""
+            """Do nothing: the study stores the state."""
 
         def restore(self, path: str) -> None:
             pass
@@ -179,7 +180,7 @@ def searcher(local: LocalState) -> Any:
 
 
 def stopper(local: LocalState) -> Any:
-    """Return the object that Tune asks whether to stop: when `stop` is set, or after the sweep's `hours`."""
+    """Return an object that makes Tune stop when `local.stop` is set, and sets it after the sweep's `hours`."""
     from ray.tune import Stopper
 
     end = time.monotonic() + 3600 * (local.study.sweep.hours or math.inf)
@@ -197,7 +198,7 @@ def stopper(local: LocalState) -> Any:
 
 
 def journal(local: LocalState) -> Any:
-    """Return the callback that writes Tune's events into the study."""
+    """Return a callback that writes Tune's events into the study."""
     from ray import tune
 
     class Journal(tune.Callback):  # type: ignore[misc]
@@ -211,7 +212,7 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
-            if "away" in result:  # the other trials would wait for the same store, one after the other
+            if "away" in result:  # the other trials would each wait for the same store
                 local.away = f"trial {name}: {result['away']}"
                 local.stop.set()
             if "value" in result:
@@ -236,7 +237,7 @@ def journal(local: LocalState) -> Any:
             local.study.note(f"trial {name}: {why}")
             local.study.set(name, state="waiting")
             local.deaths[name] += counts
-            if local.deaths[name] > DEATHS:  # Tune starts it once more, and it says so, if its process begins
+            if local.deaths[name] > DEATHS:  # Tune starts it once more; it then sees FAILED and ends
                 trial.max_failures = 0
                 with suppress(Outage, OSError):
                     run_store(local.study.trial(name)).put(layout.FAILED, f"{why} {DEATHS + 1} times")
@@ -252,7 +253,7 @@ def journal(local: LocalState) -> Any:
 
 
 def ending(trial: Any) -> tuple[str, bool]:
-    """Return in words how the process of Tune's trial ended, and whether that speaks against the trial."""
+    """Return a text on how the process of Tune's trial ended, and whether this counts towards DEATHS."""
     from ray import cloudpickle
     from ray.exceptions import RayActorError
 
@@ -260,7 +261,7 @@ def ending(trial: Any) -> tuple[str, bool]:
     error = cloudpickle.loads(Path(file).read_bytes()) if file else None
     if isinstance(getattr(error, "cause", None), Preempted):
         return "saved, as its machine is taken away", False
-    if isinstance(error, RayActorError) and error.actor_init_failed:  # its machine may lack a package
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # for example, its machine lacks a package
         return f"its process could not begin ({hide_secrets(str(error).splitlines()[-1])})", True
     if isinstance(error, RayActorError) and DIED not in str(error):
         return "its machine was lost", False
@@ -274,14 +275,14 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
-    """Return the class that Tune runs. Its process holds the resources `each` and runs one trial after another.
-    Tracking is passed as a parameter, which Tune does not write into its files, because its address may hold a
+    """Return the class that Tune runs. Its process reserves the resources `each` and runs one trial after another.
+    `tracking` is passed as a parameter, as Tune does not write parameters into its files: its address may have a
     password."""
     from ray import tune
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]
         def setup(self, config: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
-            from eagleray.sweeps.trial import Trial  # it imports PyTorch, and the driver does without
+            from eagleray.sweeps.trial import Trial  # imports PyTorch, which the driver does not need
 
             self.begin = lambda row: Trial(self.trial_name, row, tracking)
             self.pretraining = self.begin(config["row"])
@@ -298,5 +299,5 @@ def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
             self.pretraining.end()
 
     trial = tune.with_resources(tune.with_parameters(TuneTrial, tracking=tracking), each)
-    trial.__qualname__ = "Trial"  # the name in `ps` and on Ray's pages
+    trial.__qualname__ = "Trial"  # the name that `ps` and Ray's dashboard show
     return trial

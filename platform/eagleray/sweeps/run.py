@@ -30,8 +30,8 @@ from eagleray.sweeps.sweep_dir import open_sweep_dir
 
 
 def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
-    """Run a sweep, or continue it. Returns its folder, its best trial, all trials, and whether it is finished: a
-    sweep that was asked to stop before its end is not. Raises UserError."""
+    """Run or continue a sweep. Returns its folder, its best trial, all trials, and whether all of them have ended,
+    which is false if it was asked to stop earlier. Raises UserError."""
     folder = store.absolute(sweep.out or "").rstrip("/")
     place = run_store(folder)
     place.check_writable()
@@ -43,7 +43,7 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
         check_same(study)
         if study.open_trials():
             check_begun(study, resume)
-            machine = checked(study, objective=not rows)  # trials that have begun go on as they began
+            machine = checked(study, objective=not rows)  # the objective was checked before the first trial
         begin(study)
         if not study.open_trials():
             out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
@@ -55,9 +55,9 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
 
 
 def checked(study: Study, *, objective: bool) -> dict[str, Any]:
-    """Check the data of a sweep and, if asked, its objective, in a process that ends: the driver shares the memory of a
-    cluster's head with others, and does without PyTorch. Returns the contents of environment.json. Raises UserError and
-    Outage."""
+    """Check the data of a sweep and, if `objective`, its objective, in a process that then ends: the driver, which
+    shares the memory of a cluster's head with others, does not import PyTorch. Returns the contents of
+    environment.json. Raises UserError and Outage."""
     given = config.to_plain(study.sweep), plugins.pack(study.plugins()), study.out, objective, out.quiet
     return child.call("eagleray.sweeps.checks:check_sweep", *given)  # type: ignore[no-any-return]
 
@@ -72,7 +72,7 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
     try:
         ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
     except Exception:
-        mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # MLflow would show it as running
+        mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # else MLflow shows it as running
         study.upload()
         raise
     study.wait_again()
@@ -83,7 +83,7 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
 
 
 def describe(study: Study) -> str:
-    """Return the sweep in words, to print before it starts."""
+    """Return a description of the sweep, to print before it starts."""
     s = study.sweep
     left = study.open_trials()
     of = f"{left} of {count_trials(s)} trials are left" if left < count_trials(s) else f"{left} trials"
@@ -95,8 +95,8 @@ def describe(study: Study) -> str:
 
 
 def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
-    """Write table, plots and best recipe, send them to MLflow, and return the results. `done` tells MLflow whether
-    the sweep finished."""
+    """Write the table, the plots and the best recipe, send them to MLflow, and return the results. `done` says whether
+    the sweep has finished, for MLflow."""
     written = [study.folder / SWEEP, write_table(study), *write_comparison(study)]
     best = study.best()
     if best:
@@ -133,8 +133,8 @@ def register_best(study: Study, trial: str, name: str) -> None:
 
 
 def parent(study: Study) -> Tracking:
-    """Return where the trials are tracked: under a parent run for the sweep, if MLflow can be reached, else each on
-    its own."""
+    """Create or find the sweep's parent run in MLflow, and return where its trials are tracked. If MLflow cannot be
+    reached, a warning is printed, and each trial is tracked without a parent."""
     tracking = tracking_of(study.folder)
     if study.folder != store.folder_of(study.out) and "MLFLOW_TRACKING_URI" not in os.environ:
         out.print(
@@ -155,7 +155,7 @@ def parent(study: Study) -> Tracking:
 
 
 def check_begun(study: Study, resume: bool) -> None:
-    """Raises UserError when the folder holds trials of this sweep, and nobody has said that it continues."""
+    """Raises UserError when the folder has trials of this sweep, but the command was given without --resume."""
     if study.rows and not resume:
         count = count_trials(study.sweep)
         raise UserError(
@@ -166,7 +166,7 @@ def check_begun(study: Study, resume: bool) -> None:
 
 @contextmanager
 def screen(study: Study, stop: threading.Event) -> Iterator[Show]:
-    """Show the trials. The first signal, such as Ctrl-C, asks all of them to save and stop."""
+    """A context that shows the trials. The first signal, such as Ctrl-C, asks all of them to save and stop."""
     with (
         stop_on_signal(stop.set, "stopping: every trial saves a checkpoint after its current step"),
         Show(study) as show,

@@ -1,6 +1,6 @@
 """The schedulers of Ray Tune that stop the trials of a sweep early.
 
-Their time is the percentage of a trial's own steps, as trials with different batches have different numbers of steps.
+They measure time in per cent of a trial's steps, as trials with different batches differ in their number of steps.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def scheduler(local: "LocalState") -> Any:
-    """Return Tune's scheduler for a sweep."""
+    """Return the scheduler of a sweep for Ray Tune."""
     from ray.tune import schedulers
 
     sweep = local.study.sweep
@@ -22,7 +22,7 @@ def scheduler(local: "LocalState") -> Any:
 
 
 def _asha(local: "LocalState", names: Collection[str]) -> Any:
-    """Return ASHA for the trials of some alternatives."""
+    """Return ASHA for the trials of the alternatives `names`."""
     from ray.tune import schedulers
 
     class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
@@ -47,15 +47,15 @@ def _asha(local: "LocalState", names: Collection[str]) -> Any:
     sweep = local.study.sweep
     return Remembering(
         time_attr="percent",
-        max_t=101,  # a trial at 100 ends by itself
+        max_t=101,  # percent; above 100, as a trial at 100 ends by itself
         grace_period=100 * sweep.grace,  # type: ignore[arg-type]
         reduction_factor=sweep.reduction,
     )
 
 
 def _apart(local: "LocalState", each: dict[str, Any]) -> Any:
-    """Return a scheduler that asks the one of the trial's alternative: a method that learns slowly at first is not
-    stopped for it."""
+    """Return a scheduler that passes each trial to the scheduler of its alternative, `each[name]`. Thus an alternative
+    that learns slowly at first does not lose its trials to the others."""
     from ray.tune import schedulers
 
     class Apart(schedulers.FIFOScheduler):  # type: ignore[misc]
@@ -78,7 +78,7 @@ def _apart(local: "LocalState", each: dict[str, Any]) -> Any:
 
 
 class _Gone:
-    """A stand-in for a trial of an earlier process: the scheduler needs only its id."""
+    """A stand-in for a trial that ended in an earlier process. The scheduler needs only its id."""
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id

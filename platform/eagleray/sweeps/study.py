@@ -21,13 +21,13 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 
-DONE = ("finished", "stopped", "failed")  # finished: all its steps; stopped: by the scheduler
-GROWS = ("trials", "hours", "gpus", "out", "register")  # keys that may differ when a sweep is continued
+DONE = ("finished", "stopped", "failed")  # finished: after all steps; stopped: early, by the scheduler
+GROWS = ("trials", "hours", "gpus", "out", "register")  # keys of a sweep that may differ when it is continued
 
 
 class Study:
-    """The trials of a sweep: a row for each trial that was started in `trials.jsonl`, and the results that the
-    scheduler received in `reports.jsonl`. Only one process writes."""
+    """The trials of a sweep: a row in `trials.jsonl` for each trial that was started, and in `reports.jsonl` the
+    results that the scheduler received. Only one process writes."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Study:
         upload: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`out` is a folder or a URL; `folder` is a copy of it on this machine, by default the one of the command that
-        runs the sweep. `upload` stores the files when a trial has changed its state, and `note` is called with a line
-        of text for each event of a trial."""
+        """`out` is a folder or URL; `folder` is a copy of it on this machine, by default that of the command that runs
+        the sweep. `upload` is called to store the files when a trial has changed its state, and `note` with a line of
+        text for each event of a trial."""
         self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
         self.upload, self.note = upload, note
         self.lock = threading.RLock()
-        self.suggested: set[str] = set()  # trials that this process has begun
+        self.suggested: set[str] = set()  # ids of trials that this process has begun
         self.rows = {r["id"]: r for r in read_lines(self.folder / SWEEP_ROWS)}
         self.reports: dict[str, list[dict[str, Any]]] = {}
         for report in read_lines(self.folder / SWEEP_REPORTS):
@@ -53,16 +53,16 @@ class Study:
 
     @property
     def trials(self) -> str:
-        """Return the folder of the trials' folders, a path or a URL."""
+        """Return the path or URL of the folder that has the trials' folders."""
         return f"{self.out}/trials"
 
     def trial(self, name: str) -> str:
-        """Return the folder of a trial's run, a path or a URL."""
+        """Return the path or URL of a trial's run."""
         return f"{self.trials}/{name}"
 
     def next(self) -> dict[str, Any] | None:
-        """Return the row of the next trial to run, an interrupted one or a new one; None when all have been started.
-        Its values are stored before it can start, so that it has them again wherever the sweep continues."""
+        """Return the row of the next trial to run, an interrupted or a new one, or None when all have been started. Its
+        values are stored before it starts, so that it has the same values if the sweep continues elsewhere."""
         row = self._next()
         if row:
             self.suggested.add(row["id"])
@@ -95,7 +95,7 @@ class Study:
             self.upload()
 
     def wait_again(self) -> None:
-        """Mark the trials that were running when the last process ended as waiting."""
+        """Set all trials that are not done to waiting, such as those that ran when the last process ended."""
         with self.lock:
             for row in self.rows.values():
                 row["state"] = row["state"] if row["state"] in DONE else "waiting"
@@ -104,7 +104,7 @@ class Study:
         self.upload()
 
     def report(self, name: str, step: int, steps: int, percent: float, value: float) -> None:
-        """Store a result that a trial reported: `value` is the objective, `percent` the share of the trial's steps."""
+        """Store a result of a trial: `value` is the objective, `percent` the percentage of its steps that are done."""
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
             files.append_lines(self.folder / SWEEP_REPORTS, [record])
@@ -115,7 +115,7 @@ class Study:
         files.write_atomic(self.folder / SWEEP_ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
-        """Return the number of trials that are not done; 0 also where the sweep has fewer now than were done."""
+        """Return how many trials are not done. If more are done than the sweep has now, return 0."""
         with self.lock:
             return max(count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values()), 0)
 
@@ -129,13 +129,13 @@ class Study:
         return next(iter(self._best_first(self.rows.values())), None)
 
     def _best_first(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return those of some rows whose trials took all their steps and have a value, the best objective first."""
+        """Return the rows of trials that took all their steps and have a value, the best objective first."""
         through = [r for r in rows if r["state"] == "finished" and r["metric"] is not None]
         return sorted(through, key=lambda r: r["metric"], reverse=self.sweep.objective.mode == "max")
 
     def best_of_each(self) -> list[dict[str, Any]]:
-        """Return how each alternative does: its trials, how many of them took all their steps, and the id, the
-        objective and the values of the best of these, if there is one. The alternative with the best one is first."""
+        """Return a dictionary for each alternative, the best alternative first. It has the numbers of its trials and of
+        those that took all their steps, and the objective, id and values of the best of the latter, if there is one."""
         sign, found = 1 if self.sweep.objective.mode == "max" else -1, []
         for name in self.sweep.alternatives:
             rows = [r for r in self.rows.values() if r["alternative"] == name]
@@ -146,7 +146,7 @@ class Study:
         return sorted(found, key=lambda f: math.inf if f["metric"] is None else -sign * f["metric"])
 
     def plugins(self) -> list[Plugin]:
-        """Return the plug-ins of the recipes."""
+        """Return the plug-ins of all recipes of the sweep."""
         trees = [b.recipe for b in self.sweep.alternatives.values() if isinstance(b.recipe, dict)]
         return [Plugin(**entry) for tree in trees for entry in tree.get("plugins") or ()]
 
@@ -158,7 +158,7 @@ class Study:
 def check_same(study: Study) -> None:
     """Raises UserError, with the keys that differ, when the folder holds trials of another sweep."""
     stored = study.folder / SWEEP
-    if study.rows and stored.exists():  # a sweep that was refused before its first trial is in nobody's way
+    if study.rows and stored.exists():  # a sweep without trials may be replaced
         differ = config.differences(_identity(config.load(Sweep, stored)), _identity(study.sweep))
         if differ:
             raise UserError(f"out={study.out}: holds another sweep: {differ}; give another out=")
@@ -171,13 +171,13 @@ def begin(study: Study) -> None:
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:
-    """Return the keys and values of a sweep that may not change when it is continued."""
+    """Return the keys and values of a sweep that must stay the same when it is continued."""
     keys = config.flatten(config.to_plain(sweep))
     return {k.replace("alternatives..", ""): v for k, v in keys.items() if k not in GROWS}
 
 
 def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
-    """Write best.yaml, the resolved recipe of the best trial, for a run beside the trials."""
+    """Write best.yaml, the resolved recipe of the best trial, for a run next to the trials."""
     tree = config.to_plain(recipe) | {"out": f"{study.out}/best", "workers": workers}
     text = f"# Trial {best['id']} of {study.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
     path = study.folder / SWEEP_BEST
@@ -186,7 +186,7 @@ def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers
 
 
 def write_comparison(study: Study) -> list[Path]:
-    """Write alternatives.csv, with a line for each alternative at its best, if there are several."""
+    """Write alternatives.csv, with a row for each alternative and its best trial, if there are several alternatives."""
     if len(study.sweep.alternatives) < 2:
         return []
     path, keys = study.folder / SWEEP_COMPARISON, study.keys()
@@ -200,7 +200,7 @@ def write_comparison(study: Study) -> list[Path]:
 
 
 def write_table(study: Study) -> Path:
-    """Write trials.csv, with a line for each trial."""
+    """Write trials.csv, with a row for each trial."""
     path = study.folder / SWEEP_TABLE
     keys = study.keys()
     fixed = ["id", "alternative", "state", "step", "steps", "metric", "seconds", "why"]

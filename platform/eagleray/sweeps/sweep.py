@@ -26,13 +26,14 @@ from eagleray.runs.recipe import Recipe
 
 KINDS = ("choice", "grid", "uniform", "log", "integer")
 RANGES = ("uniform", "log", "integer")
-VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")  # a key of a sweep, the rest of which is a recipe's
+# Matches space.KEY and, for one alternative, alternatives.NAME.space.KEY, where KEY is a key of a recipe.
+VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a key may have: those of a list (choice, grid), or those between low and high (uniform, log,
-    integer)."""
+    """The values that a key may have: those of a list (kinds choice and grid), or those from low to high (kinds
+    uniform, log and integer)."""
 
     kind: str
     options: tuple[Any, ...]
@@ -50,17 +51,17 @@ class Values:
 
 
 def in_words(value: Any) -> str:
-    """Return a value as text for a table or an axis."""
+    """Return a value as text for a table or an axis: floats with four digits, None as ""."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def tidy(x: float, low: float, high: float) -> float:
-    """Round a value to four digits, which people can read and copy, and bring it back between low and high."""
+    """Round `x` to four significant digits, which people can read and copy, and clip the result to [low, high]."""
     return min(max(float(f"{x:.4g}"), low), high)
 
 
 def _values(spec: Any) -> Values:
-    """Parse the values of a key from the sweep file, such as `{log: [1.0e-4, 1.0e-2]}`. Raises ValueError."""
+    """Parse the values of a key in the sweep file, such as `{log: [1.0e-4, 1.0e-2]}`. Raises ValueError for others."""
     if isinstance(spec, Values):
         return spec
     if not isinstance(spec, dict) or len(spec) != 1 or next(iter(spec)) not in KINDS:
@@ -93,7 +94,7 @@ Space = dict[
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Objective:
-    """The metric that the trials are compared by."""
+    """The metric by which the trials are compared."""
 
     key: str = KNN_TOP1  # a key of metrics.jsonl or summary.json
     mode: Literal["max", "min"] = "max"
@@ -101,10 +102,10 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Branch:
-    """A recipe of a sweep, the keys that are fixed in it and the keys that vary."""
+    """A recipe of a sweep, with the keys that are fixed and the keys that vary."""
 
-    recipe: str | dict[str, Any] | None = None  # name or file; the tree itself once it is resolved
-    fixed: dict[str, Any] = field(default_factory=dict)  # keys, dotted or nested, over the recipe's
+    recipe: str | dict[str, Any] | None = None  # name or file; the resolved recipe's keys and values once read
+    fixed: dict[str, Any] = field(default_factory=dict)  # values that replace the recipe's, by dotted or nested key
     space: Space = field(default_factory=dict)
 
 
@@ -116,16 +117,16 @@ class Sweep(Branch):
     objective: Objective = Objective()
     search: Literal["random", "grid", "optuna"] = "random"
     scheduler: Literal["asha", "none"] = "asha"
-    grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of its steps that a trial gets before it is compared
-    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: one in so many goes on
-    apart: bool = False  # asha: trials are compared within their alternative alone
-    trials: PositiveInt | None = None  # None: 16, or all of a grid
-    seed: NonNegativeInt = 0  # the seed of the search; a trial's own is a key of its recipe
-    cpus: PositiveInt = 1  # threads of each trial, or of each of its workers
-    gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # the share of a GPU for each trial; None: a whole one
-    hours: Annotated[float, Field(gt=0)] | None = None  # trials that still train after this time are saved and stopped
+    grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of a trial's steps before it is first compared
+    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: one trial in so many continues
+    apart: bool = False  # asha: trials are compared only within their alternative
+    trials: PositiveInt | None = None  # None: 16, or all points of a grid
+    seed: NonNegativeInt = 0  # seed of the search; the seed of a trial is a key of its recipe
+    cpus: PositiveInt = 1  # CPU threads of each trial, or of each of its workers
+    gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # share of a GPU for each trial; None: a whole GPU
+    hours: Annotated[float, Field(gt=0)] | None = None  # after this time running trials save and stop
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
-    # The model in MLflow's registry that gets the best trial as a version, at the end.
+    # Name of a model in MLflow's registry; at the end the best trial is registered as its new version.
     register: ModelName | None = None
 
     def __post_init__(self) -> None:
@@ -140,9 +141,9 @@ class Sweep(Branch):
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Sweep:
-    """Return the sweep with its recipes read in; a sweep without alternatives gets one. An override is a recipe key,
-    which then has that value in all trials, `out`, or `sweep.KEY` for a key of the sweep. `plugins` are added to
-    those of every recipe. Raises UserError."""
+    """Return the sweep with its recipes read; a sweep without alternatives gets one. An override is `out`, `sweep.KEY`
+    for a key of the sweep, or a key of the recipe, which then has that value in all trials. `plugins` are added to
+    those of every recipe. Raises UserError when the sweep or one of its recipes is wrong."""
     path = bundled.find_sweep(name)
     pinned: dict[str, Any] = {}
     tree = config.read(path)
@@ -163,20 +164,20 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
 
 
 def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
-    """Return the tree of a sweep with another value of one of its keys. `space.KEY` gives a recipe's key these values
-    in every alternative, `alternatives.NAME.space.KEY` in one. Raises UserError."""
+    """Return the tree of a sweep with a key changed. `space.KEY` sets the values of a recipe's key in every
+    alternative, `alternatives.NAME.space.KEY` in one. Raises UserError when there is no such alternative."""
     if not (found := VARIED.fullmatch(key)):
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
-    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # such as `optim.lr.value.log=[1.0e-4, 1.0e-2]`
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # as in optim.lr.value.log=[1.0e-4, 1.0e-2]
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
     alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
     if name and name not in alternatives:
         raise UserError(f"sweep.alternatives.{name}: no such alternative{config.nearest(name, [*alternatives])}")
     names = [name] if name else [n for n, branch in alternatives.items() if varied in (branch.get("space") or ())]
-    for given in (dict[str, Any](), values):  # first without those of another kind
+    for given in (dict[str, Any](), values):  # the empty mapping first, to remove values of another kind
         space = {"space": {varied: given}}
         if names:
             tree = config.merge(tree, {"alternatives": dict.fromkeys(names, space)})
@@ -188,12 +189,12 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 def _join(
     sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
 ) -> Branch:
-    """Return an alternative with what it shares with the others: its recipe with all fixed keys, and the keys that
-    vary."""
+    """Return an alternative in full: its recipe, with the fixed keys of the sweep, its own and the overrides' put in,
+    and all keys that vary in it."""
     name, beside = own.recipe or sweep.recipe, path.parent
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
-    if isinstance(name, dict):  # read in already, as in a sweep's folder
+    if isinstance(name, dict):  # resolved already, as in the sweep.yaml of a sweep's folder
         tree = name
         if "base" in tree:
             raise UserError(
@@ -206,14 +207,14 @@ def _join(
     for fixed in (sweep.fixed, own.fixed, pinned):
         tree = put(tree, fixed)
     listed = [*(tree.get("plugins") or ()), *plugins]
-    if listed:  # trials find them by their digests
+    if listed:  # resolved here, as trials find plug-ins by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # the folder of the sweep gets this text
+    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # written to sweep.yaml
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tree with these values at their dotted keys."""
+    """Return a copy of a tree with values put in at dotted keys."""
     out = dict(tree)
     for key, value in values.items():
         for part in reversed(key.split(".")):
@@ -223,8 +224,8 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(sweep: Sweep, branch: str, values: Mapping[str, Any], where: str) -> Recipe:
-    """Return the recipe of a trial: that of the alternative `branch`, with the trial's values. Raises UserError,
-    which begins with `where`."""
+    """Return the recipe of a trial: the recipe of the alternative `branch` with the trial's values. Raises UserError,
+    whose message begins with `where`, when it is wrong."""
     tree = sweep.alternatives[branch].recipe
     assert isinstance(tree, dict)
     return recipes.check(put(tree, values), where)
@@ -238,8 +239,8 @@ def count_trials(sweep: Sweep) -> int:
 
 
 def check(sweep: Sweep, source: str) -> None:
-    """Check the keys that vary, and build recipes with their extreme values. Raises UserError when a key cannot vary
-    or cannot be searched this way, and when such a recipe is wrong."""
+    """Check the keys that vary, and build recipes from their extreme values. Raises UserError when a key cannot vary or
+    cannot be searched in this way, or when such a recipe is wrong."""
     for name, branch in sweep.alternatives.items():
         where = f"{source}: " + f"alternatives.{name}: " * bool(name)
         if not branch.space:
@@ -260,16 +261,15 @@ def check(sweep: Sweep, source: str) -> None:
 
 
 def corners(space: Space) -> list[dict[str, Any]]:
-    """Return combinations of extreme values: each value of every list and each end of every range, once with the
-    first value of all other keys and once with the last."""
+    """Return combinations of extreme values: each value of every list and each end of every range, once with the first
+    value of all other keys and once with the last."""
     first = {k: v.options[0] for k, v in space.items()}
     last = {k: v.options[-1] for k, v in space.items()}
     return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.options for base in (first, last)]
 
 
 def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the alternative and the values of trial `number`, counted from 0. A search that learns uses the rows of
-    the other trials."""
+    """Return the alternative and the values of trial `number`, from 0. Only Optuna uses the `rows` of other trials."""
     if sweep.search == "grid":
         points = (
             (name, dict(zip(b.space, point, strict=True)))
@@ -280,13 +280,12 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
     if sweep.search == "optuna":
         return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
-    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # each in turn: none is left out by chance
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # in turn, so that chance leaves none out
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 
 def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Suggest a trial with Optuna, whose state is rebuilt from the rows of the other trials each time, so that
-    nothing has to be saved."""
+    """Suggest a trial with Optuna. Its state is rebuilt from the rows of the other trials, so nothing is saved."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` installs it")
     import optuna
@@ -324,12 +323,12 @@ def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _space(sweep: Sweep, row: Mapping[str, Any]) -> Space:
-    """Return the keys that vary in the alternative of a trial."""
+    """Return the keys that vary in the alternative of a trial, with their values."""
     return sweep.alternatives[row["alternative"]].space
 
 
 def _distribution(v: Values) -> Any:
-    """Return the values of a key as Optuna's type."""
+    """Return the values of a key as a distribution of Optuna."""
     from optuna import distributions as d
 
     if v.kind not in RANGES:

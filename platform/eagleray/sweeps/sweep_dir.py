@@ -1,4 +1,4 @@
-"""Hold the folder of a sweep for one command, and keep a copy of its files in a store if `out` is a URL."""
+"""Reserve the folder of a sweep for one command and, if `out` is a URL, upload its files to the store."""
 
 import logging
 import threading
@@ -22,14 +22,14 @@ STORED = (*SWEEP_FILES, layout.ENVIRONMENT, layout.MLFLOW)
 
 
 def sweep_folder(out: str) -> Path | None:
-    """Return the folder of the sweep in `out`, which for a URL is a copy on this machine; None if `out` holds no
-    sweep. Raises UserError and Outage."""
+    """Return the folder of the sweep in `out`, for a URL a copy on this machine; None if `out` holds no sweep. Raises
+    UserError and Outage."""
     run = run_store(out)
     return run.fetch() if may_be_folder(out) and run.get(SWEEP) is not None else None
 
 
 class Uploads(Background):
-    """Stores the files of a sweep that have changed: once a minute, and when that is asked for."""
+    """Stores the changed files of a sweep, once a minute and when `upload` is called."""
 
     seconds = 60.0
 
@@ -49,7 +49,7 @@ class Uploads(Background):
                         self.sent[name] = now
 
     def upload(self) -> None:
-        """Store them now. A failure is a warning, as the next time tries again."""
+        """Store the changed files now. A failure is only a warning, as the next upload tries again."""
         try:
             self.tick()
         except (UserError, Outage, OSError) as e:
@@ -58,8 +58,8 @@ class Uploads(Background):
 
 @contextmanager
 def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
-    """A context in which no other command works on the sweep in `out`. It yields a function that uploads the files
-    that have changed. Raises UserError when another command is working on it."""
+    """A context in which no other command works on the sweep in `out`. Yields a function that uploads changed files.
+    Raises UserError when another command works on the sweep."""
     run = run_store(out)
     with ExitStack() as stack:
         with files.writing(f"out={out}"):

@@ -1,4 +1,4 @@
-"""Run a trial of a sweep: one thread pretrains, another reports its metrics to Ray Tune."""
+"""Run a trial of a sweep: one thread pretrains while another reports its metrics to Ray Tune."""
 
 import contextlib
 import gc
@@ -30,12 +30,12 @@ from eagleray.sweeps.sweep import put
 from eagleray.sweeps.trial_files import finished_summary, free_resources, placements
 from eagleray.sweeps.trial_world import TrialWorld
 
-POLL = 0.2  # seconds between two reads of a run's metrics
-PATIENCE = 120.0  # seconds that a run gets to save when its trial is stopped
+POLL = 0.2  # seconds between two reads of a run's metrics.jsonl
+PATIENCE = 120.0  # seconds to wait for a run to save when its trial is stopped
 
 
 class Trial:
-    """The pretraining run of a trial. It starts in its own thread when the first result is requested."""
+    """The pretraining run of a trial. It starts in a thread of its own when the first result is requested."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], tracking: Tracking) -> None:
         self.out, self.settings, self.reported = f"{settings['folder']}/{name}", settings, float(settings["after"])
@@ -44,8 +44,8 @@ class Trial:
         self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
-        self.away = ""  # the store or server whose silence has ended the run, which can go on later
-        self.leaves: Preempted | Superseded | None = None  # why the run goes on in another process
+        self.away = ""  # error of a store or server whose outage ended the run; it can continue
+        self.leaves: Preempted | Superseded | None = None  # raised if another process has to continue the run
         try:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
@@ -57,14 +57,14 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        """Return the folder on this machine with the run's histories: its own, or a copy if its workers may be on other
-        machines."""
+        """Return the folder on this machine with the run's metrics: the run's own, or a copy if it has workers, which
+        may be on other machines."""
         return self.store.view if self.recipe.ranks[1] > 1 else self.store.work
 
     def begin(self) -> None:
-        """Write the recipe into the trial's folder, and start the run's thread."""
+        """Write the recipe into the trial's folder and start the run's thread, unless the trial has failed for good."""
         free_resources(self.out)
-        if why := self.store.get(layout.FAILED):  # its process has died too often
+        if why := self.store.get(layout.FAILED):  # for example, its process has died too often
             self.failure = why
             return
         for left in (layout.STOP, layout.FAILURE):
@@ -76,7 +76,7 @@ class Trial:
         self.thread.start()
 
     def _work(self) -> None:
-        """Pretrain, and store the summary or the error as a line: the error itself would keep the network alive."""
+        """Pretrain, and keep the summary or the error's text: the error object would keep the network in memory."""
         try:
             self.steps = make_plan(self.recipe).steps
             self.summary = finished_summary(self.out, self.steps) or self._pretrain() or {}
@@ -86,11 +86,11 @@ class Trial:
             self.away = line(e)
         except Exception as e:
             self.failure = line(e)
-        if self.summary and not (self.folder / layout.METRICS).exists():  # it ended on another machine
+        if self.summary and not (self.folder / layout.METRICS).exists():  # the run ended on another machine
             self.store.fetch(work=self.folder == self.store.work)
 
     def _pretrain(self) -> dict[str, Any] | None:
-        """Pretrain in this process, or on Ray Train's workers if there are several. Returns what they return."""
+        """Pretrain in this process, or on Ray Train's workers if there are several. Returns None if stopped."""
         import ray
 
         how = {"tracking": self.tracking, "command": self.settings["command"]}
@@ -105,7 +105,7 @@ class Trial:
 
     def next(self) -> dict[str, Any]:
         """Wait for the next result for Tune, and return it: a new value of the objective, or the end of the trial.
-        Raises Preempted and Superseded when another process is to go on."""
+        Raises Preempted and Superseded when another process has to continue."""
         if self.thread is None and not self.failure:
             self.begin()
         if self.thread is None:
@@ -122,36 +122,35 @@ class Trial:
             time.sleep(POLL)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far that hold the objective."""
+        """Return the lines of metrics.jsonl so far that have the objective."""
         return self.history.lines(self.folder / layout.METRICS) if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
-        """Return a value of the objective in the form that Tune expects."""
+        """Return a value of the objective as a result for Tune."""
         numbers = self.history.latest | {k: self.summary[k] for k in REFERENCES if k in self.summary}
         result = {"step": step, "steps": self.steps, "percent": percent, "value": float(value), "numbers": numbers}
         return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
-        """Return the result that ends the trial: its final value, its failure, or that it was asked to stop or is to
-        go on when a store answers again."""
+        """Return the result that ends the trial: its final value, its failure, that it was asked to stop, or that it
+        has to wait for a store. Raises Preempted and Superseded when another process has to continue."""
         key = self.settings["objective"]
         if self.leaves:
             raise self.leaves
         if self.away:
             return {"done": True, "percent": self.reported, "away": self.away}
-        if not self.failure and not self.summary:  # asked to stop
+        if not self.failure and not self.summary:  # the run was asked to stop
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
         value = self.summary.get(key, values[-1] if values else None)
-        if self.failure or value is None:  # Tune shall not restart it, as it would fail again
+        if self.failure or value is None:  # not raised: Tune would restart it, and it would fail again
             why = self.failure or f"objective.key={key}: the run never reported this metric"
             self.store.put(layout.FAILED, why)
             return {"done": True, "percent": self.reported}
         return self.result(self.steps, 100.0, value) | {"done": True}
 
     def end(self) -> None:
-        """Ask the run to save and stop, then wait until its workers have ended and its resources and memory are
-        free."""
+        """Ask the run to save and stop, wait up to PATIENCE seconds for its end, and free resources and memory."""
         if self.thread is None:
             return
         if self.thread.is_alive():
@@ -163,16 +162,16 @@ class Trial:
 
 
 class ObjectiveHistory:
-    """The lines of a growing metrics.jsonl that hold a metric. Each line is parsed once."""
+    """The lines of a growing metrics.jsonl that have a metric. Each line is parsed once."""
 
     def __init__(self, key: str) -> None:
         self.key, self.inode = key, 0
         self.tail: files.Tail | None = None
         self.records: list[dict[str, Any]] = []
-        self.latest: dict[str, float] = {}  # the numbers that trials are compared by, with and without labels
+        self.latest: dict[str, float] = {}  # newest label-free numbers and kNN accuracies
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines so far. A start of the run replaces the file, which is then read again."""
+        """Return the lines so far. A restarted run replaces the file, which is then read from the start."""
         if not path.exists():
             return []
         stat = path.stat()
@@ -185,8 +184,8 @@ class ObjectiveHistory:
 
 
 def free_memory() -> None:
-    """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the collector
-    finds that nobody needs them."""
+    """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the garbage
+    collector can free them."""
     gc.collect()
     give_back()
     if torch.accelerator.is_available():
@@ -194,5 +193,5 @@ def free_memory() -> None:
 
 
 def line(e: Exception) -> str:
-    """Return an error as one line for the table of trials; the trial's train.log has the traceback."""
+    """Return an error as one line for the table of trials. The trial's train.log has the traceback."""
     return one_line(e) if isinstance(e, UserError | Outage) else f"{type(e).__name__}: {one_line(e)}"

@@ -1,5 +1,5 @@
-"""What a trial leaves in its folder for the driver of its sweep, and for its next process: results, and what Ray had
-reserved for its workers. The driver, which shares the memory of a cluster's head, does without PyTorch."""
+"""The files that a trial leaves for the driver of its sweep and for its next process: its results, and what Ray has
+reserved for its workers. This module does not import PyTorch, to save memory of the cluster's head."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from eagleray.runs.run_store import run_store
 
 
 def finished_summary(out: str, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a trial that has taken at least `steps` steps, on whichever machine, or None."""
+    """Return the summary of a trial that has taken at least `steps` steps, on any machine, or None."""
     text = run_store(out).get(layout.SUMMARY)
     return summary.if_finished(summary.parse_summary(text, f"{out}/{layout.SUMMARY}"), steps)
 
 
 def placements(out: str) -> Any:
-    """Return a callback that writes down which CPUs and GPUs Ray reserved for a run's workers, so that they can be
-    freed if the run's process dies."""
+    """Return a callback that stores the id of the placement group of a run's workers, by which their CPUs and GPUs can
+    be freed if the run's process dies."""
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
     class Placements(WorkerGroupCallback):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What a trial that trains in its own process, an actor of Ray, learns from the cluster and tells it."""
+"""The connection between the cluster and a trial that trains in its own process, a Ray actor."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from eagleray.runs.recipe import Recipe
 
 
 class Notice(Background):
-    """Asks Ray, beside the steps, whether this machine will be taken away: while Ray's head is away, the answer may
-    take minutes. Ray has no public way to ask: its own watcher of runs asks here."""
+    """Asks Ray in a thread whether this machine will be taken away, as answers may take minutes while Ray's head is
+    away. Ray has no public function for this. The one used here is what Ray Train uses for its own runs."""
 
     seconds = 2.0
     come = False
@@ -25,12 +25,12 @@ class Notice(Background):
             self.come = ray.get_runtime_context().get_node_id() in state.get_draining_nodes()
 
     def close(self) -> None:
-        """Ask no more; an answer is not waited for."""
+        """Stop asking, without waiting for an answer."""
         self.ended.set()
 
 
 class TrialWorld(World):
-    """The world of such a trial: it saves when its machine is about to be taken away, and exports its numbers."""
+    """The world of a trial in its own process: it saves before its machine is taken away, and exports its numbers."""
 
     spot = True
 
@@ -41,7 +41,7 @@ class TrialWorld(World):
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
-        """Return whether Ray has announced that this machine will be taken away, as far as its head has answered."""
+        """Return whether Ray's head has answered that this machine will be taken away."""
         return self.notice.come
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
@@ -49,7 +49,7 @@ class TrialWorld(World):
         self.gauges.update(record)
 
     def close(self) -> None:
-        """Ask no more, and let Ray drop the numbers, as this process runs other trials after this one."""
+        """Stop asking, and close the gauges, as this process runs other trials after this one."""
         self.notice.close()
         if self.gauges:
             self.gauges.close()

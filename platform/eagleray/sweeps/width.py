@@ -1,4 +1,4 @@
-"""Decide how many trials run at once, and what each asks Ray for."""
+"""Decide how many trials run at a time, and what resources each of them asks Ray for."""
 
 import math
 import sys
@@ -13,14 +13,14 @@ from eagleray.runs.run_store import run_store
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, recipe_of
 
-MEMORY = 2**20  # bytes: what a trial asks for whose workers ask for the rest, as Ray wants it to ask for something
-LOOK = 2.0  # seconds between two looks whether a trial has room
-QUIET = 30.0  # seconds without a running trial after which it is said what trials wait for
+MEMORY = 2**20  # bytes that a trial asks for if its workers ask for the rest: Ray requires a resource
+LOOK = 2.0  # seconds between two checks whether a trial has room
+QUIET = 30.0  # seconds without a running trial after which a line says what trials wait for
 
 
 def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]], *, joined: bool) -> dict[str, float]:
-    """Return the resources that one trial asks Ray for. Trials wait for machines that join the cluster, if there is
-    one (`joined`). Raises UserError when no machine can have room for a trial."""
+    """Return the resources that one trial asks Ray for. On a cluster (`joined`) trials may wait for machines that join
+    it. Raises UserError when no machine can have room for a trial, or keys on GPUs and workers disagree."""
     wanted = first_recipes(sweep)
     workers = max(r.ranks[1] for r in wanted)
     if workers > 1:
@@ -29,7 +29,7 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]], *, joined: bool) -
                 f"sweep.gpus={sweep.gpus:g}: each of a trial's workers={workers} takes a whole GPU; expected workers=1"
             )
         for r in wanted:
-            ray_train.resources(r, nodes)  # says what is missing
+            ray_train.resources(r, nodes)  # raises UserError if GPUs are missing
         return {"CPU": 0, "memory": MEMORY}
     asked = any(r.gpus for r in wanted)
     if sweep.gpus and any(r.gpus is False for r in wanted):
@@ -50,13 +50,13 @@ def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]], *, joined: bool) -
 
 
 def first_recipes(sweep: Sweep) -> list[Recipe]:
-    """Return a recipe of each alternative."""
+    """Return a recipe of each alternative, with the first value of each key that varies."""
     firsts = {n: {k: v.options[0] for k, v in b.space.items()} for n, b in sweep.alternatives.items()}
     return [recipe_of(sweep, n, values, n) for n, values in firsts.items()]
 
 
 def room(node: Mapping[str, float], each: Mapping[str, float]) -> int:
-    """Return how many trials fit on a machine. No trial takes parts of two GPUs."""
+    """Return how many trials fit on a machine. A trial never takes parts of two GPUs."""
     fits = node.get("CPU", 0) // each["CPU"]
     if each["GPU"]:
         fits = min(fits, int(node.get("GPU", 0)) * ((1 + 1e-6) // each["GPU"]))
@@ -64,19 +64,19 @@ def room(node: Mapping[str, float], each: Mapping[str, float]) -> int:
 
 
 class Width:
-    """Counts how many trials may run at once, which changes as machines join and leave."""
+    """Computes how many trials may run at a time, which changes as machines join and leave."""
 
     def __init__(self, sweep: Sweep, most: int | None, nodes: Callable[[], Sequence[Mapping[str, float]]]) -> None:
-        """`most` is the user's maximum."""
+        """`most` is the user's limit, or None."""
         self.most, self.nodes = most or sys.maxsize, nodes
         wanted = first_recipes(sweep)
         self.workers = max(r.ranks[1] for r in wanted)
-        self.waits = any(r.gpus for r in wanted)  # waits for GPUs that are not up yet
+        self.waits = any(r.gpus for r in wanted)  # whether trials wait for GPUs that are not up yet
 
     def now(self) -> int:
-        """Return the number. Ray lets trials of one process wait until they fit. Trials with workers are counted
-        here: by the GPUs that are up, or one at a time on CPUs. Trials that wait for GPUs are as many as the user says,
-        by default one, which is what an autoscaler sees."""
+        """Return the number. Without workers it is the user's limit, as Ray lets trials wait until they fit. With
+        workers it is the number of trials that the GPUs can hold, at least one. With gpus=true it is the user's limit
+        or, without a limit, one trial more than the GPUs can hold, which an autoscaler sees."""
         if self.workers <= 1 or (self.waits and self.most < sys.maxsize):
             return self.most
         fit = int(sum(n.get("GPU", 0) for n in self.nodes())) // self.workers
@@ -84,8 +84,8 @@ class Width:
 
 
 class TrialWaiting:
-    """Says once what the trials wait for, when none of them has had room for a while. A trial with several workers has
-    room when these have their resources."""
+    """Prints once what the trials wait for, when none has had room for a while. A trial with workers has room when
+    these have their resources."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TrialWaiting:
         nodes: Callable[[], Sequence[Mapping[str, float]]],
         show: Callable[[], None],
     ) -> None:
-        """`show` is called each time."""
+        """`each` has the resources of a trial by Ray's names; `show` is called at each call."""
         self.study, self.each, self.nodes, self.show = study, each, nodes, show
         self.since = self.looked = time.monotonic()
         self.largest = max(first_recipes(study.sweep), key=lambda r: r.ranks[1])
@@ -113,7 +113,7 @@ class TrialWaiting:
             self.study.note(f"waiting for {self.wanted()}; the machines that are up have {'; '.join(up[:8])}")
 
     def placed(self, trial: str) -> bool:
-        """Return whether a trial that Tune has started has room; yes, while the store does not answer."""
+        """Return whether a trial that Tune has started has room; also True when the store does not answer."""
         if self.largest.ranks[1] <= 1:
             return True
         try:
@@ -122,7 +122,7 @@ class TrialWaiting:
             return True
 
     def wanted(self) -> str:
-        """Return in words what a trial needs."""
+        """Return a text on what a trial needs."""
         least, most = self.largest.ranks
         if most > 1:
             gpus = self.largest.gpus or (self.largest.gpus is None and any(n.get("GPU") for n in self.nodes()))
