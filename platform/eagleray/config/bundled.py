@@ -14,8 +14,8 @@ from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
 FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
-FIRST = "dino_vits16_in1k_ep100"  # what messages show where a recipe is missing
-SCHEDULES = "detection"  # a folder of pipelines/ that holds schedules of detectors, not recipes
+FIRST = "dino_vits16_in1k_ep100"  # example of a recipe in messages about a missing one
+SCHEDULES = "detection"  # folder of pipelines/ with detectors' schedules instead of recipes
 
 
 def folder(name: str) -> Path:
@@ -59,7 +59,7 @@ def recipe(name: str) -> ShippedRecipe:
                 f"{name}: no recipe and no run; expected RECIPE first, such as `{FIRST} {key}`; `eagleray list "
                 "recipes` lists all, and `eagleray init FOLDER` writes one for images of your own"
             )
-        begins = {known[: len(name)]: known for known in reversed(names())}  # a name that is not complete
+        begins = {known[: len(name)]: known for known in reversed(names())}  # for an incomplete name
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
         near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)
         raise UserError(f"{name}: no recipe of this name{near}; see `eagleray list recipes`")
@@ -67,7 +67,9 @@ def recipe(name: str) -> ShippedRecipe:
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return the keys of a shipped recipe, merged over the keys of its base recipe. Raises UserError."""
+    """Return the keys of a shipped recipe, merged over those of its base recipe.
+
+    Raises UserError for an unknown name or a base that has a base itself."""
     own = recipe(name)
     if own.base is None:
         return dict(own.keys)
@@ -79,9 +81,9 @@ def tree(name: str) -> dict[str, Any]:
 def read_recipe(name: str, beside: Path | None = None) -> tuple[str, dict[str, Any]]:
     """Return the title of a recipe and its keys, which are not checked yet.
 
-    `name` is the name of a shipped recipe or the path of a YAML file. The file may have a `base`, which is again a name
-    or a path. A relative path is looked up in the folder `beside` first, then in the working folder. Raises UserError.
-    """
+    `name` is the name of a shipped recipe or the path of a YAML file. The file may have a `base`, again a name or a
+    path. A relative path is looked up in the folder `beside` first, then in the working folder. Raises UserError for an
+    unknown name, and for a file that is missing, wrong or holds several recipes."""
     path = Path(name)
     if beside and (beside / name).is_file():
         path = beside / name
@@ -96,7 +98,7 @@ def read_recipe(name: str, beside: Path | None = None) -> tuple[str, dict[str, A
 
 
 def find_sweep(name: str) -> Path:
-    """Return the file of a sweep, which is named by path or by its shipped name. Raises UserError."""
+    """Return the file of a sweep, given by its path or shipped name. Raises UserError when there is none."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

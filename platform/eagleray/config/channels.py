@@ -11,7 +11,7 @@ from eagleray.config import STRICT
 from eagleray.config.view import View
 
 RGB = 3
-MOST = 64  # channels of an image
+MOST = 64  # largest number of channels of an image
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -28,17 +28,16 @@ def check_number(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     return channels
 
 
-Channels = Annotated[tuple[Channel, ...], AfterValidator(check_number)]  # none: red, green and blue
+Channels = Annotated[tuple[Channel, ...], AfterValidator(check_number)]  # empty: red, green and blue
 
 
 def planes(channels: Sequence[Channel]) -> int:
-    """Return the number of channels of an image as it is decoded: three where none are listed."""
+    """Return the number of channels of a decoded image: three if `channels` is empty."""
     return len(channels) or RGB
 
 
 def check_operations(views: Sequence[View], channels: Sequence[Channel]) -> None:
-    """Raise UserError when views ask for operations that images with these channels do not have. The error names the
-    keys to set."""
+    """Raise UserError, which names the keys to set, when views ask for operations that need red, green and blue."""
     if len(channels) in (0, RGB):
         return
     for i, view in enumerate(views):

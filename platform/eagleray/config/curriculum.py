@@ -1,6 +1,8 @@
-"""Cheaper steps in the first part of the training: smaller views, as in FastDINOv2 (Zhang et al. 2025,
-arXiv:2507.03779), and views of which a ViT sees some of the patches, as in PatchDropout (Liu et al. 2022,
-arXiv:2208.07220)."""
+"""Cheaper steps in the first part of the training: smaller views, or views of which a ViT sees some of the patches.
+
+Smaller views: FastDINOv2 (Zhang et al. 2025, arXiv:2507.03779). Fewer patches: PatchDropout (Liu et al. 2022,
+arXiv:2208.07220).
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from eagleray.config.view import View
 class Phase:
     """An early part of the training, in which views are smaller or have fewer patches."""
 
-    until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which a phase ends, in whole epochs
+    until: Annotated[float, Field(gt=0, lt=1)]  # share of the epochs after which a phase ends, rounded to epochs
     # Sizes in pixels, one for each entry of `views` and at most its `size`; none: the sizes of the views
     sizes: tuple[PositiveInt, ...] = ()
     # Share of a view's patches, drawn anew in each step, that a trained ViT processes; momentum copies process all
@@ -33,9 +35,9 @@ class Phase:
 class PhaseViews(NamedTuple):
     """The views of a phase, and the share of their patches that a trained ViT sees."""
 
-    until: int  # the epoch before which the phase ends
+    until: int  # epoch at whose start the phase is over
     views: tuple[View, ...]
-    keep: float  # share of the patches
+    keep: float  # share of each view's patches that a trained ViT sees
 
     def __str__(self) -> str:
         sizes = ", ".join(str(view.size) for view in self.views)
@@ -43,11 +45,10 @@ class PhaseViews(NamedTuple):
 
 
 def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> tuple[PhaseViews, ...]:
-    """Return what is seen in every phase of a training.
+    """Return the views of every phase of a training, and the share of patches that a trained ViT sees of them.
 
-    The last phase has the views as they are stated. A phase changes only their sizes, and how many patches a trained
-    ViT sees of them. Raises UserError when a phase has no epoch, or when its sizes do not fit the views.
-    """
+    Only the size of views and this share depend on the phase; the last phase has the views as stated and all patches.
+    Raises UserError when a phase has no epoch, or when its sizes do not fit the views."""
     out: list[PhaseViews] = []
     ends = [0, *(round(phase.until * epochs) for phase in curriculum)]
     for i, (phase, (begin, end)) in enumerate(zip(curriculum, itertools.pairwise(ends), strict=True)):

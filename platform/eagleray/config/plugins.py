@@ -28,7 +28,7 @@ from eagleray.config import register, signature
 from eagleray.config.tree import STRICT
 
 GROUP = "eagleray.plugins"
-FOLDER = "plugins"  # inside a run folder and a job's package
+FOLDER = "plugins"  # subfolder of a run folder, and of a job's package, for plug-ins
 Sources = dict[str, bytes]  # keys are paths below the folder that Python imports from
 
 
@@ -62,7 +62,7 @@ class LoadedPlugin:
 
     plugin: Plugin
     module: ModuleType
-    sources: Sources  # empty where the plug-in is part of an installed package
+    sources: Sources  # empty if the plug-in is part of an installed package
 
 
 _LOADED: dict[str, LoadedPlugin] = {}
@@ -72,8 +72,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
     """Import a plug-in, unless this version of it is imported already.
 
     A plug-in is looked up in the working folder first, then in `folders`. If `sha256` is set, the first copy whose
-    source has this digest is preferred. Raises PluginError.
-    """
+    source has this digest is preferred. Raises PluginError when the plug-in is not found or cannot be imported."""
     is_file = name.endswith(".py")
     copies = _files(name, folders) if is_file else _packages(name, folders)
     copy = next((c for c in copies if sha256 in (None, c.sha256)), copies[0])
@@ -82,7 +81,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
     known = _LOADED.get(plugin.name)
     if known and known.plugin == plugin:
         return plugin
-    if known:  # somebody has changed the file since, as in a notebook
+    if known:  # the file has changed since, as in a notebook
         _unload(module_name)
     module = _import(module_name, copy, plugin.name, is_file=is_file)
     installed = not is_file and "site-packages" in copy.folder.parts
@@ -91,7 +90,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
 
 
 def use(names: Iterable[str | Path]) -> None:
-    """Import the plug-ins that installed packages declare as entry points, then `names`. Raises PluginError."""
+    """Import installed packages' plug-ins, then `names`. Raises PluginError when one is missing or fails to import."""
     load_installed()
     resolve([str(name) for name in names])
 
@@ -105,15 +104,15 @@ def load_installed() -> None:
 
 @functools.cache
 def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules of all entry points of eagleray's group; `path` is `sys.path`, the key of the cache."""
+    """Return the modules of all entry points of eagleray's group; the cache is valid for this `path`, `sys.path`."""
     return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> list[dict[str, str]]:
     """Load the plug-ins that a recipe in `folder` lists, and return their names and digests for the resolved recipe.
 
-    `named`: the recipe may be a stranger's, so none is loaded that the user has not named before. Raises PluginError
-    then, and when an entry of a resolved recipe has another digest than the source."""
+    With `named`, for a stranger's recipe, raises PluginError for a plug-in that the user has not named before, without
+    loading it; always for one whose source differs from the digest of a resolved recipe."""
     folders = [folder / FOLDER, folder] if folder else []
     plugins: dict[str, Plugin] = {}
     for name, digest in _entries(listed):
@@ -133,25 +132,25 @@ def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> 
 
 
 def unnamed(listed: Any) -> list[str]:
-    """Return the plug-ins that a recipe lists and that are not loaded. Raises PluginError."""
+    """Return the names of plug-ins that a recipe lists and that are not loaded. Raises PluginError for no list."""
     return [name for name, _ in _entries(listed) if _known(name) is None]
 
 
 def _entries(listed: Any) -> list[tuple[str, str | None]]:
-    """Return the names that a recipe lists, with their digests where it is resolved. Raises PluginError."""
+    """Return the names that a recipe lists, with digests if it is resolved. Raises PluginError for no such list."""
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
         raise PluginError(f"plugins: expected a list of files and modules, got {repr(listed)[:80]}")
     return [(i, None) if isinstance(i, str) else (str(i.get("name", "")), i.get("sha256")) for i in listed]
 
 
 def _known(name: str) -> Plugin | None:
-    """Return the loaded plug-in that a recipe lists by this name, which may be a path."""
+    """Return the loaded plug-in of this name or path; None if there is none."""
     known = _LOADED.get(Path(name).name if name.endswith(".py") else name)
     return known.plugin if known else None
 
 
 def unload() -> None:
-    """Forget every plug-in and all that plug-ins have registered, as in a new process."""
+    """Forget every plug-in and everything that plug-ins have registered, as in a new process."""
     for loaded_module in [p.module.__name__ for p in _LOADED.values()]:
         _unload(loaded_module)
 
@@ -173,10 +172,9 @@ def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -
 
 
 def owner(module: str) -> Plugin | None:
-    """Return the loaded plug-in that a module belongs to.
+    """Return the loaded plug-in that a module belongs to; None if there is none.
 
-    The plug-in is the module itself, its package, or another module of the same package.
-    """
+    The plug-in is the module itself, its package, or another module of the same package."""
     top = module.partition(".")[0]
     within = [p for p in _LOADED.values() if f"{module}.".startswith(f"{p.module.__name__}.")]
     beside = [p for p in _LOADED.values() if p.module.__name__.partition(".")[0] == top]
@@ -191,10 +189,10 @@ def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
 
 
 def install(packed: Mapping[str, Sources]) -> None:
-    """Import plug-ins whose sources another process has packed; they are first written into a folder of the user's
-    cache, once for all processes that are sent the same sources.
+    """Import plug-ins whose sources another process has packed.
 
-    Raises PluginError."""
+    They are first written into a folder of the user's cache, one for all processes that are sent the same sources.
+    Raises PluginError when that or an import fails."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
         together = PluginCopy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
@@ -206,7 +204,7 @@ def install(packed: Mapping[str, Sources]) -> None:
 
 
 def write(folder: Path, sources: Sources) -> None:
-    """Write a plug-in's files below a folder, but for those that are there already; readers never see half a file."""
+    """Write those of a plug-in's files that are missing below a folder or differ. Readers never see half a file."""
     for relative, data in sources.items():
         path = folder / relative
         if not (path.is_file() and path.read_bytes() == data):
@@ -258,7 +256,7 @@ def _import(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> 
         if not is_file:
             _prefer(copy.folder, module_name.partition(".")[0])
             return importlib.import_module(module_name)
-        if module_name in sys.modules:  # the same file, imported by the user's own code
+        if module_name in sys.modules:  # the same file, which the user's own code has imported
             return sys.modules[module_name]
         spec = importlib.util.spec_from_file_location(module_name, copy.folder / f"{module_name}.py")
         assert spec is not None
@@ -275,7 +273,7 @@ def _import(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> 
 
 
 def _check_name(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> None:
-    """Check that no other module has the plug-in's name. Raises PluginError."""
+    """Raises PluginError when another module has the plug-in's name."""
     top = module_name if is_file else module_name.partition(".")[0]
     there = sys.modules.get(top)
     path = Path((there and (there.__file__ or next(iter(there.__path__), ""))) or "").resolve()
@@ -290,7 +288,7 @@ def _prefer(folder: Path, top: str) -> None:
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # the end of the path hides no other module
+        sys.path.append(path)  # at its end, a folder hides no other module
     spec = PathFinder.find_spec(top)
     origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     if not origin or not Path(origin).resolve().is_relative_to(path):
@@ -298,7 +296,9 @@ def _prefer(folder: Path, top: str) -> None:
 
 
 def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
-    """Drop the modules of a plug-in's package and what they have registered, so that a changed source is imported."""
+    """Drop the modules of a plug-in's package and what they registered, so that the next import reads them again.
+
+    The modules in `keep` stay."""
     signature.forget()
     top = module_name.partition(".")[0]
     for name in [n for n, p in _LOADED.items() if p.module.__name__.partition(".")[0] == top and not keep]:
@@ -309,7 +309,7 @@ def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
 
 
 def _where(error: BaseException, copy: PluginCopy) -> str:
-    """Return the file and the line of the plug-in in which an error arose."""
+    """Return the plug-in's file and line in which an error arose, as text; empty if it arose in other files."""
     lines = [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
     lines += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     for file, line in lines[:1] if isinstance(error, SyntaxError) else reversed(lines):

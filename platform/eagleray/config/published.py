@@ -19,7 +19,7 @@ METRICS: Mapping[str, str] = {
     "correspondence": "correspondence {} %",
     "gain": "{:+}",
 }
-# The other keys of an entry of `published`: where it was published, and the data and epochs where they differ.
+# The other keys of an entry of `published`: its source, data and epochs that differ from the recipe's, and a note.
 DETAILS = ("source", "data", "epochs", "note")
 
 
@@ -53,7 +53,7 @@ def cost_words(cost: Mapping[str, Any]) -> str:
 
 
 def ours_words(ours: Mapping[str, Any]) -> str:
-    """Return our own results, with those of the untrained backbone, or `not run`."""
+    """Return our own results and those of the untrained backbone as text, or `not run`."""
     if not ours:
         return "not run"
     words = numbers(ours)

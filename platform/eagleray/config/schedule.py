@@ -11,7 +11,7 @@ class Progress:
     step: int
     steps_per_epoch: int
     epochs: float
-    seed: int = 0  # the recipe's
+    seed: int = 0  # seed of the recipe
 
     @property
     def epoch(self) -> float:
@@ -41,7 +41,7 @@ class Schedule:
     inclusive: bool = False  # the last warm-up step has `value` already (DINO), not the first after it (MoCo v3)
     per_epoch: bool = False  # the value changes between epochs only
     straight: bool = False  # a straight line to `end` instead of a cosine (DRLoc's weight)
-    # As with timm's scheduler, which MoBY calls after each step: the schedule lags by one step, so the first two are
+    # Follow timm's scheduler, which MoBY calls after each step: the schedule lags by one step, so the first two are
     # equal, and the cosine starts at step 0, so `value` is never quite reached.
     timm: bool = False
 
@@ -61,5 +61,5 @@ class Schedule:
         left = max(at.epochs * ticks - begin, 1)
         if self.straight:
             return self.end + (self.value - self.end) * (1 - min(now - begin, left) / left)
-        # Multiply before dividing, as DINO does: 1 + cos loses digits near pi, and the order decides which remain.
+        # As in DINO, the product comes before the quotient: 1 + cos loses digits near pi, and the order decides which.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

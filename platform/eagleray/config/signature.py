@@ -1,7 +1,7 @@
-"""Reads the keyword-only parameters of a class from its source, so that nothing heavy is imported.
+"""Reads the keyword-only parameters of a class from its source, so that heavy packages are not imported.
 
-Python evaluates their annotations and defaults with those names of the module alone that they use. Where one of these
-is heavy, the module is imported instead.
+Annotations and defaults are evaluated by Python with only the names of the module that they use. If one of these names
+comes from a heavy package, the module is imported instead.
 """
 
 import ast
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-Fields = dict[str, tuple[Any, Any]]  # annotation and default of each parameter; `...` is the default of a required one
+Fields = dict[str, tuple[Any, Any]]  # (annotation, default) by parameter; default `...`: required
 
-# Packages whose names mean what they mean when imported: none of these loads PyTorch.
+# Packages that are imported to evaluate their names: none of these loads PyTorch.
 LIGHT = ("annotated_types", "collections", "dataclasses", "eagleray.config", "numbers", "pydantic", "typing")
 
 
@@ -27,8 +27,7 @@ class Unreadable(Exception):
 def fields(module: str) -> Fields:
     """Return the keyword-only parameters of a module's one public class.
 
-    The parameters are read from the source. Where the source is not enough, the module is imported.
-    """
+    They are read from the source. If that is not possible, the module is imported."""
     try:
         return from_source(module)
     except Unreadable:
@@ -52,7 +51,7 @@ def from_import(target: type) -> Fields:
 def from_source(module: str) -> Fields:
     """Return the keyword-only parameters of a module's one public class, without importing it.
 
-    Raises Unreadable."""
+    Raises Unreadable when the class has no single `__init__`, or an expression needs an import."""
     source = _source(module)
     matches = [n for n in source.class_of().body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     if len(matches) != 1:
@@ -73,8 +72,7 @@ def forget() -> None:
 def constant(module: str, name: str, *, class_name: str | None = None) -> Any:
     """Return a class attribute of a module's one public class, or of its class `class_name`, without importing it.
 
-    The attribute may be inherited from a class of the same package. Raises Unreadable.
-    """
+    The attribute may be inherited from a class of the same package. Raises Unreadable if an import is needed."""
     source = _source(module)
     found = source.class_of(class_name)
     if name in (values := _assigned(found.body)):
@@ -90,18 +88,17 @@ def constant(module: str, name: str, *, class_name: str | None = None) -> Any:
 def headline(module: str) -> str:
     """Return the first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(_source(module).tree) or "").split())
-    # A full stop that ends a sentence: not that of `et al.` or of an initial.
+    # Split at the full stop of a sentence, not at that of `et al.` or of an initial.
     return re.split(r"(?<!\bal\.)(?<!\b[A-Z]\.)(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
 
 
 class _Source(dict[str, Any]):
-    """The values of a module's names, which are found in its source and in the modules that it imports from when
-    they are first asked for."""
+    """The values of a module's names, found when they are first asked for, in its source and the modules it imports."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
         super().__init__()
         self.module, self.tree, self.assigned = module, tree, _assigned(tree.body)
-        self.imported: dict[str, tuple[str, str | None]] = {}  # module, and the name imported from it
+        self.imported: dict[str, tuple[str, str | None]] = {}  # (module, name in it); None: the module itself
         for node in tree.body:
             match node:
                 case ast.Import(names=names):
@@ -112,7 +109,7 @@ class _Source(dict[str, Any]):
                     self.imported |= {a.asname or a.name: (origin, a.name) for a in names}
 
     def class_of(self, name: str | None = None) -> ast.ClassDef:
-        """Return the module's one public class, or the one with this name. Raises Unreadable."""
+        """Return the module's one public class, or its class `name`. Raises Unreadable if there is not exactly one."""
         classes = [n for n in self.tree.body if isinstance(n, ast.ClassDef)]
         classes = [n for n in classes if (n.name == name if name else not n.name.startswith("_"))]
         if len(classes) != 1:
@@ -121,7 +118,7 @@ class _Source(dict[str, Any]):
 
     @property
     def light(self) -> bool:
-        """Return whether this module imports nothing but light ones, so that it may be imported itself."""
+        """Return whether this module imports light modules only, so that it may be imported itself."""
         return all(_light(module) for module, _ in self.imported.values())
 
     def is_beside(self, module: str) -> bool:
@@ -135,7 +132,7 @@ class _Source(dict[str, Any]):
         return found
 
     def value(self, node: ast.expr) -> Any:
-        """Evaluate an expression. Raises Unreadable."""
+        """Evaluate an expression. Raises Unreadable if that fails."""
         try:
             return eval(compile(ast.Expression(node), self.module, "eval"), {}, self)
         except Exception as e:
@@ -154,7 +151,7 @@ class _Source(dict[str, Any]):
             else:
                 raise Unreadable(f"{self.module}: {name}")
         else:
-            raise KeyError(name)  # one of Python's own
+            raise KeyError(name)  # Python then looks among its built-in names
         return self[name]
 
 
@@ -163,7 +160,7 @@ def _light(module: str) -> bool:
 
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Return the expressions that statements give to names."""
+    """Return the expressions that are assigned to names in a block of statements."""
     found = {}
     for node in body:
         match node:

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
 
-SCALAR = str | int | float  # the folder 2024 is a number to YAML
+SCALAR = str | int | float  # YAML reads the name of a folder such as 2024 as a number
 
 
 def _listed(value: Any) -> Any:
@@ -17,18 +17,19 @@ def _listed(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Source:
-    """Shards, and how often an epoch reads each of their samples; every reading draws new crops. docs/select.md
-    describes the expressions."""
+    """Shards, and how often an epoch reads each of their samples, every time with new crops.
+
+    docs/select.md describes the expressions."""
 
     url: str  # folder, glob or brace pattern of shards; local, or in a store by its URL
     repeat: Annotated[int, Field(gt=0)] = 1
-    where: str | None = None  # expression of SQL about a sample's columns: those for which it is true are read
-    weight: str | None = None  # expression of SQL: how often an epoch reads a sample, in the mean
-    exclude: str | None = None  # Parquet or CSV file with a column `key`: these samples are not read
-    columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # such files
+    where: str | None = None  # SQL expression over a sample's columns; only samples for which it is true are read
+    weight: str | None = None  # SQL expression for how often an epoch reads a sample, on average
+    exclude: str | None = None  # Parquet or CSV file with a column `key`, the keys of samples that are not read
+    columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # Parquet or CSV files with further columns
     share: Annotated[float, Field(gt=0)] | None = None  # part of an epoch, relative to the shares of other sources
-    image: str | None = None  # column of the images in Parquet files; by default the only one that can be meant
-    label: str | None = None  # column of the classes there, or none
+    image: str | None = None  # column of the images in Parquet files; by default the only possible one
+    label: str | None = None  # column of the classes in Parquet files; None: no classes
     licence: str | None = None  # licence of the images, if no data card beside them states it
 
     @property
@@ -49,7 +50,7 @@ def _shortest_form(sources: tuple[Source, ...]) -> Any:
 
 
 def _short(source: Source) -> Any:
-    """Return the URL of a source or, where more is said of it, a mapping without what is not."""
+    """Return the URL of a source or, if other fields are set, a mapping of the URL and these fields."""
     bare, given = vars(Source(url=source.url)), vars(source)
     more = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if k in bare and v != bare[k]}
     return {"url": source.url, **more} if more else source.url

@@ -22,16 +22,15 @@ class ShippedRecipe:
     file: Path
     base: str | None  # the name of another recipe, which has no base itself
     keys: Mapping[str, Any]
-    about: str  # one sentence
-    note: str  # assumptions and differences, in sentences
-    published: tuple[Mapping[str, Any], ...]  # metrics by name, and source, data, epochs or note
-    cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty where it was not published
-    ours: Mapping[str, Any]  # metrics that were measured here, untrained or note; empty where it was not run
+    about: str  # sentence that describes the recipe
+    note: str  # full sentences on what the recipe assumes and how it differs from the published one
+    published: tuple[Mapping[str, Any], ...]  # each: metrics by name; source, data, epochs or note
+    cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty if not published
+    ours: Mapping[str, Any]  # metrics measured here, `untrained` or `note`; empty if not run
 
 
 def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree without `about`, `published` and the other keys that describe a recipe without
-    changing a run."""
+    """Return the tree without keys such as `about` and `published`, which describe a recipe and change no run."""
     return {key: value for key, value in tree.items() if key not in ABOUT}
 
 
@@ -85,7 +84,7 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
 
 
 def _formatted(expected: str, pattern: Any, values: Mapping[str, Any]) -> str:
-    """Return a pattern with values in place of its braces. Raises RecipeError with what was expected."""
+    """Return a pattern with values in its braces. Raises RecipeError, which begins with `expected`, if that fails."""
     try:
         return str(pattern.format(**values))
     except (KeyError, ValueError, AttributeError) as e:
@@ -109,8 +108,7 @@ def _check_exceptions(path: Path, axes: Mapping[str, Any], exceptions: Any) -> N
 def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the recipe keys of `over` into those of `under`.
 
-    The two notes are joined. Any other descriptive key of `over` replaces that of `under`.
-    """
+    The two notes are joined. Any other descriptive key of `over` replaces that of `under`."""
     said = {key: over[key] for key in ABOUT if key in over}
     if under.get("note") and over.get("note"):
         said["note"] = f"{under['note']} {over['note']}"

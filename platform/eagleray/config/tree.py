@@ -27,9 +27,9 @@ from eagleray.base.errors import UserError, has_secrets, named
 from eagleray.config import register, signature, yaml_text
 from eagleray.config.yaml_text import validate_written
 
-ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names, which no key has
+ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names of alternatives
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-LONGEST, MOST = 300, 10  # characters of what is said about a key, and keys about which something is said
+LONGEST, MOST = 300, 10  # most characters of a message about a key, and most keys in an error
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         raise RecipeError(f"{source}: " + "; ".join(lines[:MOST] + more)) from None
     if path := yaml_text.find(tree, lambda value: isinstance(value, float) and not math.isfinite(value)):
-        raise RecipeError(f"{source}: {path}: expected a finite number")  # nan does not even equal itself
+        raise RecipeError(f"{source}: {path}: expected a finite number")  # NaN does not equal itself
     return checked
 
 
@@ -68,8 +68,9 @@ def to_plain(recipe: object) -> dict[str, Any]:
 
 
 def chosen(recipe: object) -> dict[str, Any]:
-    """Convert a resolved recipe into the plain values that differ from the defaults. They stay the same when a key with
-    a default is added."""
+    """Convert a resolved recipe into the plain values that differ from the defaults.
+
+    The result stays the same when a later version adds a key with a default."""
     return TypeAdapter(type(recipe)).dump_python(recipe, mode="json", exclude_defaults=True)
 
 
@@ -102,9 +103,9 @@ def read(
 ) -> dict[str, Any]:
     """Return the unchecked tree of a file, merged over its `base` and under the overrides.
 
-    The base is another file or the name of a shipped recipe, whose tree the function `shipped` returns. `within` lists
-    the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError.
-    """
+    The base is another file or the name of a shipped recipe, whose tree the function `shipped` returns. `within` are
+    the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError when a file
+    cannot be read, is not YAML or no mapping, or has a wrong base, and for a wrong override."""
     try:
         tree = yaml_text.parse_written(path.read_text())
     except (OSError, UnicodeDecodeError) as e:
@@ -133,7 +134,7 @@ def read(
 
 
 def override(item: str) -> dict[str, Any]:
-    """Turn `a.b=value`, with a YAML value, into a nested mapping. Raises RecipeError."""
+    """Turn `a.b=value`, with a YAML value, into a nested mapping. Raises RecipeError when it has another form."""
     key, equals, text = item.partition("=")
     if not equals or not all(key.split(".")):
         likely = f"data.train={item}" if "/" in item else f"{item}=VALUE" if "." in item else "optim.batch=256"
@@ -144,24 +145,23 @@ def override(item: str) -> dict[str, Any]:
         raise RecipeError(f"{key}={text!a}: the name is not UTF-8, as a recipe has to be; rename it") from None
     except ValueError as e:
         raise RecipeError(f"{key}: {e}") from None
-    except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of them
+    except yaml.YAMLError:  # not YAML: a brace pattern such as {00..12}, or a list of them
         listed = text.startswith("[") and text.endswith("]")
         value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
-        value = text  # `a: b` in a URL is no mapping
+        value = text  # text such as `a: b` without braces is no mapping
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees key by key; where both have a value, also a list, that of `over` replaces the other.
+    """Merge two trees key by key. If both have a value of a key, also a list, that of `over` is taken.
 
-    The keys 0, 1, ... over a list of mappings change its entries: `views.1.blur=0.5`.
-    """
+    The keys 0, 1, ... over a list of mappings change its entries: `views.1.blur=0.5`."""
     out = dict(under)
     for key, value in over.items():
-        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` clears
+        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces
         entries = out.get(key)
         if isinstance(entries, list) and isinstance(value, dict) and value.keys() <= {*map(str, range(len(entries)))}:
             out[key] = [merge(entry, value.get(str(i), {})) for i, entry in enumerate(entries)] if value else value
@@ -190,7 +190,7 @@ class Part:
 
 
 class _PartError(ValueError):
-    """Reports the wrong keys of a Part to the validator of the recipe."""
+    """Tells the validator of the recipe which keys of a Part are wrong."""
 
     def __init__(self, lines: list[str], cause: ValidationError | None = None) -> None:
         super().__init__("; ".join(lines))
@@ -247,12 +247,12 @@ def _arguments(package: str, name: str) -> type[BaseModel]:
 
 
 def section_of(package: str) -> str:
-    """Return the key of a recipe that selects a module of a package."""
+    """Return the key of a recipe that selects a module of a package, such as `method` for `eagleray.methods`."""
     return package.rpartition(".")[2].removesuffix("s")
 
 
 def plugin_parts(package: str) -> dict[str, type]:
-    """Return the classes that plug-ins have registered in addition to those of the package."""
+    """Return the classes that plug-ins have registered for a package, by name."""
     kind: Any = section_of(package)
     return {name: entry.target for name, entry in register.entries(kind).items()}
 
@@ -274,8 +274,7 @@ def part(package: str, name: str) -> type:
 def part_constant(package: str, name: str, constant: str) -> Any:
     """Return a class attribute of the package's class `name`, read from the source without an import where possible.
 
-    Raises RecipeError when the package has no module of this name.
-    """
+    Raises RecipeError when the package has no module of this name."""
     plugins = plugin_parts(package)
     if name in plugins:
         return getattr(plugins[name], constant)
@@ -288,8 +287,9 @@ def part_constant(package: str, name: str, constant: str) -> Any:
 
 
 def explain(error: ValidationError, kind: Any, section: str = "") -> Iterator[str]:
-    """Yield one line per wrong key: its dotted path, what was expected and what was given. `section` is as in
-    `nearest_key`."""
+    """Yield one line per wrong key: its dotted path, what was expected and what was given.
+
+    `section` is the key of the section that `kind` describes, with a dot at its end, or empty."""
     for e in join_alternatives(error.errors()):
         path = ".".join(str(p) for p in e["loc"])
         inner = e.get("ctx", {}).get("error")
@@ -301,15 +301,16 @@ def explain(error: ValidationError, kind: Any, section: str = "") -> Iterator[st
             yield f"{path}: missing, and it has no default"
         else:
             said = e["msg"].removeprefix("Value error, ")
-            whole = isinstance(e["input"], dict | ArgsKwargs)  # keys that do not fit together
+            whole = isinstance(e["input"], dict | ArgsKwargs)  # a whole mapping is too long to print
             got = "" if whole else f", got {e['input']!r}"
             yield f"{path}{': ' if path else ''}{said[:1].lower()}{said[1:]}{got}"
 
 
 def nearest_key(loc: Sequence[Any], kind: Any, section: str = "") -> str:
-    """Return a hint for the end of an error message: the whole key that was probably meant at a path below a dataclass
-    or model, which is a `section` of the recipe, such as `method.`. A key of another section, such as `epochs` for
-    `optim.epochs`, counts too."""
+    """Return a hint for the end of an error message: the full key that was probably meant by the unknown key `loc`.
+
+    `loc` is a path below the dataclass or model `kind`, and `section` the recipe's section that it describes, such as
+    `method.`. A key of another section, such as `epochs` for `optim.epochs`, counts too."""
     word, beside = str(loc[-1]), allowed_keys(kind, loc[:-1])
     if len(loc) == 1 and not section and (elsewhere := keys_named(word, kind)):
         return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
@@ -319,14 +320,14 @@ def nearest_key(loc: Sequence[Any], kind: Any, section: str = "") -> str:
 
 
 def keys_named(word: str, kind: Any) -> list[str]:
-    """Return the keys of this name in the sections of a dataclass."""
+    """Return the full keys of this name in all sections of a dataclass, such as `optim.epochs` for `epochs`."""
     sections = getattr(kind, "__dataclass_fields__", {}).values()
     owners = [f.name for f in sections if hasattr(f.type, "__dataclass_fields__") and word in allowed_keys(f.type, ())]
     return [f"{name}.{word}" for name in owners]
 
 
 def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
-    """Yield the errors of pydantic, those of the alternatives of one key, such as a number or `auto`, as one."""
+    """Yield pydantic's errors, with those of all alternatives of one key, such as a number or `auto`, as one."""
     for (_, one_of_several), group in groupby(errors, lambda e: key_of(e["loc"])):
         first, *others = group
         if one_of_several:
@@ -337,13 +338,15 @@ def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
 
 
 def key_of(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return the path of a key without pydantic's name of an alternative at its end, and whether there was one."""
+    """Return an error's path without pydantic's name of an alternative at its end, and whether it had one."""
     tagged = bool(loc) and ALTERNATIVE.match(str(loc[-1])) is not None
     return (loc[:-1], True) if tagged else (loc, False)
 
 
 def allowed_keys(kind: Any, path: Sequence[Any]) -> list[str]:
-    """Return the keys that are allowed at a path below a dataclass or model."""
+    """Return the keys allowed at `path` below `kind`, a dataclass or pydantic model; none if the path does not exist.
+
+    The elements of `path` are names of fields and, inside lists, integers."""
     for step in path:
         in_list = isinstance(step, int)
         kind = getattr(kind, "__args__", (kind,))[0] if in_list else get_type_hints(kind).get(step)

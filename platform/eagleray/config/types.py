@@ -1,4 +1,4 @@
-"""Defines the constrained values of recipes: fractions, numbers of classes, sizes in bytes, formats and names."""
+"""Defines constrained values of recipes: fractions, numbers of classes, sizes in bytes, number formats and names."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -19,5 +19,5 @@ Layers = Annotated[int, Field(gt=0)]  # layers of a projector; the papers use 2
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]
 NO_FP16 = "precision=fp16: a CPU trains in fp32 or, more slowly, in bf16; expected auto, fp32 or bf16"
-Format = Literal["auto", "bf16", "fp16", "fp32"]  # the number format of the computation; auto: what suits the device
-ModelName = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # MLflow's registry takes these names
+Format = Literal["auto", "bf16", "fp16", "fp32"]  # number format of the computation; auto: the best one for the device
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # names that MLflow's registry accepts

@@ -46,9 +46,9 @@ def check_applied(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return names
 
 
-# What a view applies on the training device, in the default order; each name is the key with its probability.
+# Operations on the training device, in their default order; a name is also the key of the operation's probability.
 APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
-# The keys that move pixels, or may, after the crop: its box no longer says where in the image they are.
+# Keys of operations that move pixels after the crop, or may do so: the crop's box then does not tell where they were.
 MOVING = ("recrop", "rotate", "randaugment", "operations")
 CUTOUT, NOISE_STD = (1 / 16, 1 / 4), (0.02, 0.2)
 Area = Annotated[tuple[float, float], AfterValidator(check_area)]
@@ -62,11 +62,11 @@ Policy = Annotated[str, AfterValidator(check_policy)]
 class View:
     """The settings of one kind of view. A field of type Share is a probability, unless its comment says otherwise."""
 
-    size: Annotated[int, Field(gt=0)] = 224  # pixels, square
+    size: Annotated[int, Field(gt=0)] = 224  # side of the square view in pixels
     count: Annotated[int, Field(gt=0)] = 1  # number of views with these settings
-    scale: Range = (0.08, 1.0)  # area of the random crop, as a share of the image's
-    ratio: Range = (3 / 4, 4 / 3)  # width of the crop over its height
-    interpolation: Literal["bilinear", "bicubic"] = "bicubic"  # the method by which crops are resized
+    scale: Range = (0.08, 1.0)  # range of the random crop's area, as a share of the image's
+    ratio: Range = (3 / 4, 4 / 3)  # range of the crop's width over its height
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"  # how crops are resized
     flip: Share = 0.5  # probability of a horizontal flip
     randaugment: Policy | None = None  # timm's policy, such as rand-m9-mstd0.5-inc1; needs jitter: 0, as in timm
     jitter: Share = 0.8  # probability of colour jitter, whose four operations come in random order
@@ -77,12 +77,12 @@ class View:
     solarize: Share = 0.0  # probability of solarisation, which inverts pixels of 128 and more, of 255
     erasing: Share = 0.0  # probability that noise fills a box of 2 to 33 % of the area, after normalisation
     recrop: Share = 0.0  # probability that the crop is cropped again, with the same ranges, and resized bilinearly
-    sobel: Share = 0.0  # probability of Sobel's filter, which shows the edges: the size of the luminance's gradient
+    sobel: Share = 0.0  # probability of Sobel's filter: the magnitude of the luminance's gradient, which shows edges
     noise: Share = 0.0  # probability of Gaussian noise, with one standard deviation per view
     noise_std: Range = NOISE_STD  # range of the noise's standard deviation, for pixels from 0 to 1
     rotate: Share = 0.0  # probability of a turn by 90, 180 or 270 degrees
     cutout: Share = 0.0  # probability that ImageNet's mean colour fills a square
-    cutout_area: Area = CUTOUT  # area of the square, as a share of the view's
+    cutout_area: Area = CUTOUT  # range of the square's area, as a share of the view's
     # Only these, in this order, of recrop, jitter, gray, blur, solarize, sobel, noise, rotate, cutout, flip; None: all
     apply: Applied = None
     same_crop: bool = False  # use the crop of the previous view, which has the same ranges
@@ -109,7 +109,7 @@ class View:
 
 
 def check_views(views: tuple[View, ...]) -> tuple[View, ...]:
-    """Return the views if each that has the crop of the one before it can have it. Raises ValueError."""
+    """Return the views. Raises ValueError when `same_crop` is set without a view before it with the same ranges."""
     for row, view in enumerate(views):
         before = views[row - 1] if row else None
         if view.same_crop and (before is None or (view.scale, view.ratio) != (before.scale, before.ratio)):

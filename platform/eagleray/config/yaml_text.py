@@ -1,8 +1,8 @@
 """Reads and writes all YAML that people write, with the values of YAML 1.2's core schema (section 10.3.2).
 
-PyYAML's own are those of YAML 1.1, where `010` is 8, `off` is false and `2026-11-29` is a date. A number knows how it
-was written, so a key of text gets that, as in `out=1.10` and `data.train=2024`. What is parsed has bounds: recipes come
-with checkpoints and runs of strangers.
+PyYAML reads the values of YAML 1.1, where `010` is 8, `off` is false and `2026-11-29` is a date. A parsed number keeps
+its text, for keys whose value is text, as in `out=1.10` and `data.train=2024`. The size of what is parsed is bounded,
+because recipes come with checkpoints and runs of strangers.
 """
 
 import re
@@ -18,7 +18,7 @@ BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
-SCHEMA = (  # patterns are tried in this order where a value begins with one of the characters
+SCHEMA = (  # (type, pattern, first characters), tried in this order
     ("null", NULL, ["~", "n", "N", ""]),
     ("bool", BOOL, [*"tTfF"]),
     ("int", INT, [*"-+0123456789"]),
@@ -27,25 +27,25 @@ SCHEMA = (  # patterns are tried in this order where a value begins with one of 
 
 
 class Int(int):
-    """A whole number that knows how it was written, for a key whose value is text: `2024` is a folder's name, too."""
+    """A whole number with the text that it was written as, for keys whose value is text, such as a folder `2024`."""
 
     text: str
 
 
 class Float(float):
-    """A number that knows how it was written: the folder `1.10` is not the folder `1.1`."""
+    """A number with the text that it was written as: the folder `1.10` is not the folder `1.1`."""
 
     text: str
 
 
-# libyaml's is ten times faster.
+# The loader of libyaml is ten times faster than PyYAML's own.
 class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Builds the values of the core schema, with numbers as Int and Float, and refuses a key that stands twice."""
+    """Builds the values of the core schema, with numbers as Int and Float, and refuses duplicate keys."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # those of YAML 1.1 and `<<` are left out
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # without YAML 1.1's types and merge keys (`<<`)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ValueError for a key that stands twice, with both lines."""
+        """Raises ValueError for a duplicate key, with both lines, and for a key that is a list or mapping."""
         lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
@@ -58,9 +58,9 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 
-# The resolvers of both schemas, so that a text that either would read as something else is written in quotes.
+# It has the resolvers of both versions, so that text which either would read as something else is quoted.
 class YamlDumper(yaml.SafeDumper):
-    """Writes what the loader, and also one of YAML 1.1, reads as the same value."""
+    """Writes YAML that both this loader and one of YAML 1.1 read as the same value."""
 
 
 def _null(loader: Any, node: yaml.ScalarNode) -> None:
@@ -86,7 +86,7 @@ def _float(loader: Any, node: yaml.ScalarNode) -> Float:
 
 
 def _matching(loader: Any, node: yaml.ScalarNode, pattern: re.Pattern[str]) -> str:
-    """Return the text of a scalar. Raises ValueError where a tag, as in `!!int x`, says what the text is not."""
+    """Return the text of a scalar. Raises ValueError when the text does not fit the scalar's tag, as in `!!int x`."""
     text = str(loader.construct_scalar(node))
     if not pattern.fullmatch(text):
         raise ValueError(f"{text!r}: not a value of the type {node.tag.removeprefix(TAG)}")
@@ -94,7 +94,7 @@ def _matching(loader: Any, node: yaml.ScalarNode, pattern: re.Pattern[str]) -> s
 
 
 def _write_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # PyYAML would fold these ends of a line, which YAML 1.2 does not have, into blanks.
+    # Without quotes, PyYAML would turn these line ends, which YAML 1.2 does not have, into blanks.
     return dumper.represent_scalar(f"{TAG}str", value, style='"' if re.search("[\x85\u2028\u2029]", value) else None)
 
 
@@ -118,7 +118,7 @@ _register()
 
 
 def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
-    """Return a tree with Python's own numbers, or, for those whose id is in `texts`, the text that was written."""
+    """Return a tree with Python's own numbers; numbers whose id is in `texts` become the text that was written."""
     if isinstance(value, Int | Float):
         if id(value) in texts:
             return value.text
@@ -131,9 +131,9 @@ def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
 
 
 CHARACTERS = 2**20
-VALUES = 100_000  # the most values of a document with its aliases written out
-DEPTH = 64  # the deepest nesting of lists and mappings
-DIGITS = 100  # reading a number takes time that grows with the square of its digits
+VALUES = 100_000  # most values of a document, aliases written out
+DEPTH = 64  # most levels of nested lists and mappings
+DIGITS = 100  # most digits of a number: the time to read it grows with their square
 LARGEST = 2**63 - 1
 NUMBERS = (f"{TAG}int", f"{TAG}float")
 TAGS = {*NUMBERS, *(f"{TAG}{kind}" for kind in ("map", "seq", "str", "bool", "null"))}
@@ -141,13 +141,14 @@ DEEP = f"lists and mappings nested in each other more than {DEPTH} deep"
 
 
 def parse(text: str) -> Any:
-    """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML, and ValueError for a key that stands
-    twice and for more than the bounds allow, before that takes memory or time."""
+    """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML.
+
+    Raises ValueError for a duplicate key, and for text beyond the bounds before it takes memory or time."""
     return plain(parse_written(text))
 
 
 def parse_written(text: str) -> Any:
-    """Return the same with numbers that know how they were written, as `validate_written` needs them."""
+    """Return what `parse` returns, but with numbers that keep their text, as `validate_written` needs them."""
     if len(text) > CHARACTERS:
         raise ValueError(f"{len(text):,} characters; expected at most {CHARACTERS:,}")
     _check_events(text)
@@ -172,7 +173,7 @@ def dump_line(value: Any) -> str:
 
 
 def _check_events(text: str) -> None:
-    """Read the text from its beginning to its end without building anything. Raises ValueError."""
+    """Read a text to its end without building anything. Raises ValueError for too deep a nesting or too many values."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, YamlLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -183,8 +184,9 @@ def _check_events(text: str) -> None:
 
 
 def _count(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Return the number of values in a tree of nodes. An alias is the same node again; its number is added up, and the
-    node is not visited twice. Raises ValueError."""
+    """Return the number of values in a tree of nodes, where each alias counts as much as the node that it repeats.
+
+    A node is visited only once. Raises ValueError for too deep a nesting, an unknown tag or too long a number."""
     if depth > DEPTH:
         raise ValueError(f"{DEEP}, or an alias of what it is in")
     if node.tag not in TAGS:
@@ -199,7 +201,7 @@ def _count(node: yaml.Node, known: dict[int, int], depth: int) -> int:
 
 
 def find(tree: Any, test: Callable[[Any], bool], path: str = "") -> str:
-    """Return the dotted path of the first value in a tree that passes a test, or an empty text."""
+    """Return the dotted path of the first value in a tree that passes a test; an empty text if there is none."""
     if isinstance(tree, dict):
         items: Any = tree.items()
     elif isinstance(tree, list | tuple):
@@ -215,16 +217,15 @@ def is_huge(value: Any) -> bool:
 
 
 T = TypeVar("T")
-TEXT = ("string_type", "path_type")  # pydantic's names of what is wrong with a number where text is expected
+TEXT = ("string_type", "path_type")  # pydantic's error types for a number where text is expected
 OTHER_KINDS = (*TEXT, "tuple_type", "list_type", "dict_type", "dataclass_type", "none_required", "literal_error")
 
 
 def validate_written(validate: Callable[[Any], T], tree: Any) -> T:
-    """Return what pydantic's function makes of a tree that `parse_written` has read.
+    """Validate a tree that `parse_written` has read, with a function of pydantic, and return the function's result.
 
-    The types decide what is text, and only pydantic knows them: where it expects text and got a number, it gets the
-    number as it was written. Raises ValidationError.
-    """
+    The types decide which values are text, and only pydantic knows them: where it expects text and got a number, it
+    gets the number as it was written. Raises ValidationError when the tree does not fit the types."""
     try:
         return validate(plain(tree))
     except ValidationError:
@@ -235,13 +236,12 @@ def validate_written(validate: Callable[[Any], T], tree: Any) -> T:
 
 
 def plain_tree(kind: Any, tree: Any) -> Any:
-    """Return a tree for a dataclass `kind` with plain numbers, and with text where its keys expect it. The tree need
-    not be valid."""
+    """Return a tree, also an invalid one, with plain numbers, and their text where a dataclass `kind` expects text."""
     return plain(tree, _texts(TypeAdapter(kind).validate_python, tree))
 
 
 def _texts(validate: Callable[[Any], Any], tree: Any) -> frozenset[int]:
-    """Return the ids of the numbers of a tree that are text by the types of their keys."""
+    """Return the ids of the numbers in a tree whose keys expect text."""
     try:
         validate(tree)
     except ValidationError as e:
@@ -254,11 +254,11 @@ def _expected_texts(error: ValidationError) -> frozenset[int]:
     for line in _lines(error):
         if isinstance(line["input"], Int | Float):
             kinds.setdefault(id(line["input"]), set()).add(line["type"])
-    # A number that is merely too small for one alternative of its key, `int | str`, stays one.
+    # A number stays one if it is merely too small for one alternative of its key, such as `int | str`.
     return frozenset(i for i, found in kinds.items() if found & {*TEXT} and found <= {*OTHER_KINDS})
 
 
 def _lines(error: ValidationError) -> Iterator[Any]:
     for line in error.errors():
-        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # a part has a model of its own
+        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # a part of the recipe has its own model
         yield from _lines(inner) if isinstance(inner, ValidationError) else [line]

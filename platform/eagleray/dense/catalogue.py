@@ -1,6 +1,7 @@
-"""List the protocols that fine-tune detectors and segmenters, and the one on videos.
+"""List the protocols that fine-tune detectors and segmenters, and the one that tracks objects in videos.
 
-A class imports the module that computes its numbers when it runs, so that light commands know all settings."""
+A class imports the module that computes its numbers when it runs, so that light commands know all settings.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,7 @@ class Detection(Protocol[Path]):
 
     about = "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout"
     ranks = True
-    schedule: str = "1x"  # one of pipelines/detection, or a YAML file of the same settings
+    schedule: str = "1x"  # name of a file in pipelines/detection, or a YAML file with the same settings
 
     def data(self) -> Folder:
         return Folder("coco")
@@ -32,12 +33,12 @@ class Detection(Protocol[Path]):
 
 
 class Positives(SizedProtocol[Path]):
-    """Count the neighbours of a patch that show the same objects, and those of them that are most similar to it."""
+    """Count the neighbours of a patch that show the same objects, and how many of the most similar neighbours do."""
 
     about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
     patches = True
     size: PositiveInt = 224
-    chosen: Annotated[int, Field(ge=1, le=8)] = 4  # most similar neighbours that count
+    chosen: Annotated[int, Field(ge=1, le=8)] = 4  # number of most similar neighbours that count
 
     def data(self) -> Folder:
         return Folder("coco")
@@ -54,12 +55,12 @@ class Segmentation(Protocol[Path]):
     about = "Semantic FPN or UPerNet, fine-tuned on images with masks"
     ranks = True
     head: str = "fpn"
-    steps: int | None = None  # None: those of the paper for this head
+    steps: int | None = None  # None: the steps of the head's paper
     batch: int = 16
     size: int = 512  # side of the crops and short side of the images, in pixels
     lr: PositiveFloat = 6e-5
     weight_decay: NonNegativeFloat = 0.01
-    width: int | None = None  # channels of the head; None: those of the paper
+    width: int | None = None  # channels of the head; None: as in its paper
     multi_scale: bool = False  # whether predictions are also averaged over six sizes and mirror images
     seed: NonNegativeInt = 0
 
@@ -80,9 +81,9 @@ class Davis(SizedProtocol[Path]):
     patches = True
     split: str = "val"
     size: PositiveInt = 480  # short side of the frames, in pixels
-    n_last_frames: NonNegativeInt = 7  # the last frames, which pass on their masks beside the first
-    topk: PositiveInt = 5  # most similar patches that vote
-    size_mask_neighborhood: NonNegativeInt = 12  # rows and columns that a patch may move; 0: any number
+    n_last_frames: NonNegativeInt = 7  # number of last frames that pass on their masks, beside the first frame
+    topk: PositiveInt = 5  # number of most similar patches that vote
+    size_mask_neighborhood: NonNegativeInt = 12  # most rows and columns that a patch may move; 0: any number
 
     def data(self) -> Folder:
         return Folder("davis")

@@ -1,6 +1,7 @@
 """Read feature maps from any backbone, for detection and segmentation.
 
-A hierarchical backbone has one map for each stage. A ViT has one for each of several blocks, all on the same grid."""
+A hierarchical backbone has one map for each stage, and a ViT one for each of several blocks, all on the same grid.
+"""
 
 from collections.abc import Sequence
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 
-SIZE = 224  # pixels; a multiple of patches of 7, 8, 14, 16 and 32
-SHARES = (0.25, 0.5, 1.0, 2.0)  # sides of the cells of a ViT's rescaled maps, as shares of the side of a patch
-COARSEST = 32  # pixels from cell to cell of the last map of a pyramid
+SIZE = 224  # side of the probing image in pixels, a multiple of patches of 7, 8, 14, 16 and 32 pixels
+SHARES = (0.25, 0.5, 1.0, 2.0)  # sides of the cells of a ViT's rescaled maps, relative to a patch
+COARSEST = 32  # pixels between cells of a pyramid's last map
 
 
 class Maps(nn.Module):
@@ -44,7 +45,7 @@ class Maps(nn.Module):
         elif not flat and any(isinstance(m, nn.LayerNorm) for m in backbone.modules()):
             parts = [
                 LayerNorm2d(dim) for dim in self.dims
-            ]  # these tokens have not passed a norm; Swin's code adds the same
+            ]  # as in Swin's code, since these tokens have not passed a norm
         self.scale = nn.ModuleList(parts)
 
     def forward(self, images: Tensor) -> list[Tensor]:

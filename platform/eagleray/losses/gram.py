@@ -10,12 +10,12 @@ from eagleray.base.autocast import in_float32
 from eagleray.losses.products import unit
 
 
-@in_float32  # the cosines differ little from the anchor's, and bfloat16 has steps of 1/256 near 1
+@in_float32  # cosines differ little from the anchor's, and near 1 bfloat16 has steps of 1/256
 def gram_loss(x: Tensor, anchor: Tensor, *, cut: bool = False) -> Tensor:
-    """Return the mean squared difference between the cosines of all pairs of patches within an image, of patches x and
-    of those of the anchor, both (B, N, D): equation 2, which has a sum, divided by the number of pairs.
+    """Return the mean squared difference between the cosines of patches x and of the anchor's patches, both (B, N, D).
 
-    With `cut`, cosines below 0 count as 0: the default of the official class, but not of the paper's model."""
+    The cosines are of all pairs of patches within an image. Equation 2 has their sum instead of a mean. With `cut`,
+    cosines below 0 count as 0: the default of the official class, but not of the paper's model."""
     ours, theirs = gram(x), gram(anchor)
     return F.mse_loss(ours.relu(), theirs.relu()) if cut else F.mse_loss(ours, theirs)
 
@@ -28,7 +28,7 @@ def gram(x: Tensor) -> Tensor:
 
 @in_float32
 def resized(patches: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Return patches (B, N, D) of a grid `old` on a grid `new`, bicubic without antialiasing (section 4.3)."""
+    """Resample patches (B, N, D) from a grid `old` to a grid `new`, bicubic without antialiasing (section 4.3)."""
     if old == new:
         return patches
     grid = F.interpolate(patches.mT.unflatten(2, old), size=new, mode="bicubic")

@@ -12,16 +12,16 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 
-EPS = 1e-8  # the authors' code's, added to each difference and to the distance
+EPS = 1e-8  # as in the authors' code: eps of normalize and pairwise_distance, also added before the logarithm
 
 
 @in_float32
 def koleo_loss(x: Tensor, rows: tuple[int, ...], group: int | None = None) -> Tensor:
-    """Return the mean of -log d of the rows of x (B, D), scaled to length one, where d is the distance to the nearest
-    other row of all ranks or of its `group`: so many rows that follow each other, and the rest in the last one.
+    """Return the mean of -log d, the distance of a row of x (B, D), scaled to length one, to the nearest other row.
 
-    The authors search among the images of one GPU or of a few; here the result is the same for any number of ranks.
-    """
+    The nearest row is sought among the rows of all ranks or, with `group`, within the row's group: `group` consecutive
+    rows form one, and the remainder joins the last. The authors search among the images of one GPU or of a few; here
+    the result is the same for any number of ranks."""
     x = F.normalize(x, dim=1, eps=EPS)
     others = dist.gather_with_grad(x, rows)
     own = torch.arange(len(x), device=x.device).unsqueeze(1) + dist.offset(rows)

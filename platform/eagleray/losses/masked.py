@@ -24,21 +24,21 @@ from eagleray.models.heads import PrototypeHead
 from eagleray.models.rotary import rotary
 from eagleray.models.tokens import Hidden, maskable
 
-TRIES, ASPECT = 10, 0.3  # draws until a block fits, and its extreme aspect ratio, as in BEiT and both codes
+TRIES, ASPECT = 10, 0.3  # most draws for a block, and its smallest aspect ratio, as in BEiT, iBOT's and DINOv2's code
 
-Shares = NDArray[np.float64]  # (2, images of all ranks) the share of the patches of each crop that is to be hidden
+Shares = NDArray[np.float64]  # (2, images of all ranks) share of the patches of each large crop that are to be hidden
 
 
 class Masks(NamedTuple):
     """The patches of the first two views that are hidden from the student."""
 
     hidden: Tensor  # (2 * B, h, w) view-major, true for a hidden patch
-    rows: Tensor  # (n,) positions of hidden patches among all 2 * B * N
-    pairs: Match  # each hidden patch with the teacher's; a mean over the patches of a crop, then over the 2 * B crops
+    rows: Tensor  # (n,) indices of the hidden patches among all 2 * B * N
+    pairs: Match  # each hidden patch with itself; a mean over the patches of a crop, then over the 2 * B crops
 
 
 def independent_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
-    """Draw iBOT's shares: uniform within the bounds with a probability, and else zero, for each crop on its own."""
+    """Draw iBOT's shares of hidden patches, for each crop alone: uniform in `bounds` with `probability`, else zero."""
     draw = np.random.default_rng(seed).random((2, 2, images))
     return np.where(draw[0] < probability, bounds[0] + draw[1] * (bounds[1] - bounds[0]), 0.0)
 
@@ -46,8 +46,10 @@ def independent_shares(images: int, probability: float, bounds: tuple[float, flo
 def stratified_shares(
     images: int, probability: float, bounds: tuple[float, float], seed: int, *, upper: bool = False
 ) -> Shares:
-    """Draw DINOv2's shares: of exactly this part of the crops, one from each of as many equal parts of the bounds.
-    DINOv3's are the `upper` ends of these parts."""
+    """Draw DINOv2's shares of hidden patches: exactly the part `probability` of all crops has hidden patches.
+
+    The range `bounds` is divided into as many equal parts as there are such crops, and each of them gets a share drawn
+    from a part of its own; with `upper`, as in DINOv3, the upper end of the part."""
     generator = np.random.default_rng(seed)
     order, masked = generator.permutation(2 * images), int(2 * images * probability)
     part = (order + (1 if upper else generator.random(2 * images))) / max(masked, 1)
@@ -64,12 +66,11 @@ def draw_masks(
     *,
     exact: bool = False,
 ) -> Masks:
-    """Hide blocks of at least `smallest` patches of this rank's crops. Where the last blocks do not fit, fewer patches
-    are hidden or, with `exact`, single ones.
+    """Draw which patches of this rank's crops are hidden, in blocks of at least `smallest` patches.
 
-    A mask follows from the seed and from the image's place in the batch of all ranks, so it is the same for any number
-    of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device.
-    """
+    Where the last blocks do not fit, fewer patches are hidden; with `exact`, single patches make up for them. A mask
+    follows from the seed and from the image's position in the batch of all ranks, so it is the same for any number of
+    ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device."""
     first, patches = dist.offset(rows), grid[0] * grid[1]
     mine = shares[:, first : first + rows[dist.rank()]]
     hidden = np.stack(
@@ -83,7 +84,7 @@ def draw_masks(
 
 
 def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
-    """Return masks (2 * B, h, w) on a device, to which they are copied without waiting for it."""
+    """Return the Masks of hidden patches (2 * B, h, w), copied to a device without waiting for it."""
     counts = hidden.sum((1, 2))
     weight = np.repeat(1 / np.maximum(counts, 1) / len(counts), counts).astype(np.float32)
     at, rows, weights = (_on_device(x, device) for x in (hidden, np.flatnonzero(hidden), weight))
@@ -93,8 +94,8 @@ def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
 def block_mask(
     random: Random, grid: tuple[int, int], patches: int, smallest: int, *, exact: bool = False
 ) -> NDArray[np.bool_]:
-    """Return a mask (h, w) of blocks that hide `patches` patches, or fewer where the last blocks do not fit: then
-    `exact` hides single patches too."""
+    """Return a mask (h, w) that hides `patches` patches in blocks. Where the last blocks do not fit, it hides fewer;
+    with `exact`, single patches make up for them."""
     h, w = grid
     mask, left, tries = np.zeros(grid, bool), patches, 0
     while left > 0 and tries < TRIES:
@@ -122,8 +123,7 @@ def _on_device(x: NDArray[Any], device: torch.device) -> Tensor:
 class MaskedEncoder(Encoder[PrototypeHead]):
     """An encoder with a head for images and one for patches, and a learned token in place of hidden patches.
 
-    Raises UserError for a backbone whose patches cannot be hidden.
-    """
+    Raises UserError for a backbone whose patches cannot be hidden."""
 
     def __init__(self, backbone: Backbone, head: PrototypeHead, patch_head: PrototypeHead | None) -> None:
         """Without a `patch_head`, patches share the head of images."""
@@ -137,31 +137,32 @@ class MaskedEncoder(Encoder[PrototypeHead]):
         self.mask_token = nn.Parameter(torch.zeros(1, backbone.dim))
 
     def embed(self, views: Sequence[Tensor], hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the pooled vectors (V * B, D) of V x (B, 3, S, S) and the patches (2 * B * N, D) of the first two.
+        """Return the pooled vectors (V * B, D) of V views (B, 3, S, S) and the patches (2 * B * N, D) of the first two.
 
-        `hidden` (2 * B, h, w) is true for patches of the first two views that the token replaces.
-        """
+        `hidden` (2 * B, h, w) is true for patches of the first two views that the mask token replaces."""
         parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
         images = [torch.cat([x for _, x in part]) for _, part in parts]
         outs = self.backbone.sizes(images, None if hidden is None else Hidden(hidden, self.mask_token))
         return torch.cat([out.pooled for out in outs]), outs[0].patches.flatten(0, 1)
 
     def image_scores(self, pooled: Tensor) -> Scores:
-        """Return the scores of images with pooled vectors (n, D)."""
+        """Return the prototype scores of images with pooled vectors (n, D)."""
         return Scores(self.head(pooled), self.head.last.weight)
 
     def patch_scores(self, patches: Tensor) -> Scores:
-        """Return the scores of patches (n, D)."""
+        """Return the prototype scores of patches (n, D), by the head for patches or, without one, by that of images."""
         head = self.patch_head or self.head
         return Scores(head(patches), head.last.weight)
 
     @property
     def prototypes(self) -> list[nn.Module]:
-        """The last layers of the heads."""
+        """The last layers of the heads, whose weights are the prototypes."""
         return [self.head.last] if self.patch_head is None else [self.head.last, self.patch_head.last]
 
     def check_views(self, views: Sequence[Tensor], bounds: tuple[float, float]) -> None:
-        """Raises UserError for large crops of two sizes, and for bounds that are no range or hide no patch of them."""
+        """Raises UserError when the two large crops differ in size, or the bounds of the mask ratio are wrong.
+
+        They are wrong if the first is above the second, or the second hides not even one patch of a large crop."""
         check_large_crops(views)
         if bounds[0] > bounds[1]:
             raise UserError(f"method.mask_ratio={list(bounds)}: expected the smaller number first")

@@ -10,14 +10,14 @@ from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 
 
-@in_float32  # the temperature 0.07 would enlarge a rounding 14 times
+@in_float32  # division by the temperature 0.07 enlarges a rounding error 14 times
 def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
-    """Return exp(v w / tau) (B, 1 + K) of v (B, C) and the bank's w (B, 1 + K, C): P of equation 4 without its Z."""
+    """Return exp(v w / tau) (B, 1 + K) of v (B, C) and rows w (B, 1 + K, C) of the bank: equation 4 without its Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
 
 
 def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
-    """Estimate Z by equation 8 from e (B, 1 + K), the similarities of all ranks' rows with some of the n images."""
+    """Estimate Z by equation 8: n times the mean of `exp_similarity` (B, 1 + K) of all ranks with some of n images."""
     return n * dist.total(e.sum()) / (sum(rows) * e.shape[1])
 
 
@@ -25,6 +25,6 @@ def nce(P: Tensor, n: int) -> Tensor:
     """Return equation 7: the noise-contrastive loss of P (B, 1 + K), the positive first, with uniform noise."""
     noise = (P.shape[1] - 1) / n
     real, false = P[:, 0], P[:, 1:]
-    eps = 1e-7  # the released code's
+    eps = 1e-7  # as in the released code
     loss = torch.log(real / (real + noise + eps)) + torch.log(noise / (false + noise + eps)).sum(1)
     return -loss.mean()

@@ -1,7 +1,7 @@
 """SelfPatch's loss: a patch of the student predicts the teacher's output for the patches around it.
 
 Yun et al. 2022, arXiv:2206.07990. B images, V views, N patches, D channels of the backbone, d of a bottleneck, K
-prototypes. A part is the views of one size that share a forward of the backbone: V' of them.
+prototypes. A part is V' consecutive views of one size, which pass through the backbone together.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,10 @@ class PatchEncoder(Encoder[Head]):
         self.patch_head = patch_head
 
     def features(self, views: Sequence[Tensor]) -> list[Features]:
-        """Run the backbone on V x (B, 3, S, S) and return the features of each part, view-major.
+        """Run the backbone on V views (B, 3, S, S) and return the features of each part, view-major.
 
-        Neighbouring views of one size form one part. The first two views, the large crops, never share a part with
-        others.
-        """
+        Consecutive views of one size form a part. The first two views, the large crops, never share a part with
+        others."""
         parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
         return self.backbone.sizes([torch.cat([x for _, x in part]) for _, part in parts])
 
@@ -57,8 +56,7 @@ def patch_scores(parts: Sequence[Tensor], head: PrototypeHead) -> Scores:
 def match_patches(parts: Sequence[Tensor]) -> Match:
     """Match each patch with the patch at the same position of the same crop.
 
-    Each of the `parts` is (V' * B, N, d). The weights make the loss a mean over patches, then over crops.
-    """
+    Each of the `parts` is (V' * B, N, d). The weights make the loss a mean over patches, then over crops."""
     crops, dtype = sum(len(x) for x in parts), torch.float32
     weight = torch.cat([x.new_full((len(x) * x.shape[1],), 1 / (crops * x.shape[1]), dtype=dtype) for x in parts])
     return Match(torch.arange(len(weight), device=weight.device).unsqueeze(1), weight)

@@ -1,4 +1,4 @@
-"""Where the patches of crops lie in their images. B images, V views, N = h * w patches."""
+"""Coordinates of the patches of crops in their images. B images, V views, N = h * w patches."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from eagleray.losses.prototypes import Match
 
 
 def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return x and y of the centres (B, N, 2) of the patches of views with these boxes (B, 4), and the diagonal (B,) of
-    a patch. A flipped view has a negative width."""
+    """Return the coordinates x, y (B, N, 2) of the centres of patches, and the diagonal (B,) of a patch.
+
+    The views have a grid (h, w) of patches and these boxes (B, 4) in the image; a flipped view has a negative width."""
     (h, w), (left, top, right, bottom) = grid, boxes.unbind(1)
     width, height = (right - left) / w, (bottom - top) / h
     x = left[:, None] + width[:, None] * (torch.arange(w, device=boxes.device) + 0.5)  # (B, w)
@@ -23,11 +24,11 @@ def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 def right_share(pairs: Match, boxes: Tensor, s: Sequence[Tensor], t: Sequence[Tensor]) -> Tensor:
     """Return the share of matched student tokens whose teacher token is the one with the nearest centre in the image.
 
-    The tokens of student views s[v] (B, N_v, D) and teacher views t[q] (B, M, D), squares with boxes (V, B, 4), are
-    matched by `pairs`. The student's views that the teacher has, too, count: they come first. Of them a token whose
-    centre lies outside the teacher's view has no right match and does not count."""
+    The tokens of student views s[v] (B, N_v, D) and teacher views t[q] (B, M, D), on square grids in boxes (V, B, 4),
+    are matched by `pairs`. Only the first student views, which the teacher sees too, count, and of them only tokens
+    whose centre lies inside the teacher's view: others have no right match."""
     (images, tokens, _), device = t[0].shape, t[0].device
-    first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) where an image's rows begin
+    first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) first row of each image within a view
     there = [centres(boxes[q], _square(y))[0] for q, y in enumerate(t)]  # Q x (B, M, 2)
     corners = [boxes[q].unflatten(1, (2, 2)).sort(1).values[:, :, None] for q in range(len(t))]  # Q x (B, 2, 1, 2)
     nearest, inside = [], []
@@ -44,7 +45,9 @@ def right_share(pairs: Match, boxes: Tensor, s: Sequence[Tensor], t: Sequence[Te
 
 
 def apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return the distances (B, N, M) of places (B, N, 2) and (B, M, 2), without products: those are rounded to TF32."""
+    """Return the Euclidean distances (B, N, M) between points (B, N, 2) and points (B, M, 2).
+
+    No matrix product is used, as PyTorch may round its factors to TF32."""
     return torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
 
 

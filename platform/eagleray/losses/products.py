@@ -1,8 +1,8 @@
 """Similarities of vectors in float32, for softmaxes with a low temperature.
 
-Autocast rounds a product of matrices to 16 bits. Near 1 the steps of bfloat16 are 1/256, and exp(s / 0.05) changes by
-4 % from one half of a step. The vectors may be rounded, since their errors average out; the sums of their products may
-not. In float32 and float64 every function here is the operation that its docstring names.
+Autocast rounds a product of matrices to 16 bits. Near 1 bfloat16 has steps of 1/256, and an error of half a step in s
+changes exp(s / 0.05) by 4 %. The vectors may be rounded, since their errors average out; the sums of their products may
+not. For float32 and float64 every function here equals the PyTorch operation that its docstring names.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Inner(torch.autograd.Function):
-    """Products of rounded vectors, whose gradients are products of rounded numbers with float32 sums too."""
+    """Products of vectors rounded to `dtype`, with sums in float32; so are the products for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,15 +55,15 @@ class _Inner(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b for matrices of one dtype, accumulated and returned in float32 at least."""
+    """Return the matrix product a b of matrices of one dtype, accumulated and returned in float32 at least."""
     if _sums_in_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
-    # Elsewhere PyTorch would round a sum, and a CPU each of its parts. A product of two 16-bit numbers is exact here.
+    # Otherwise PyTorch would round sums to 16 bits, a CPU even partial ones. Products of 16-bit numbers fit float32.
     return widen(a) @ widen(b)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
-    """Add alpha a b, for matrices of one dtype, to `out` in float32 at least, in place."""
+    """Add alpha times the product of matrices a and b of one dtype to `out`, which is in float32 at least, in place."""
     if _sums_in_float32(a):
         torch.addmm(out, a, b, out_dtype=torch.float32, alpha=alpha, out=out)
     else:
@@ -71,7 +71,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
 
 
 def _sums_in_float32(a: Tensor) -> bool:
-    """Return whether PyTorch multiplies 16-bit matrices of this device into a float32 one."""
+    """Return whether `a` is a 16-bit matrix whose products PyTorch can return in float32 on its device."""
     return devices.has_wide_sums(a.device) and a.dtype != sum_dtype(a)
 
 
@@ -81,5 +81,5 @@ def widen(x: Tensor) -> Tensor:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float32 at least."""
+    """Return the dtype for sums of the numbers of x: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)

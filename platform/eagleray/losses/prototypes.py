@@ -4,14 +4,14 @@ It is the loss of DINO (Caron et al. 2021, arXiv:2104.14294, equation 3), of EsV
 arXiv:2106.09785, equation 2), of SelfPatch and of SwAV. n rows, K prototypes, d channels of the bottleneck.
 
 Rows are unit bottleneck vectors z (n, d), scores are z W^T with the prototypes W (K, d), and K is far larger than d. A
-student row is compared with Q teacher rows or fewer, and has one weight. Written out for student row i with weight r_i
-and the teacher rows j that it is matched with, a_i of them,
+student row is matched with at most Q teacher rows, and has one weight. For student row i with weight r_i and a_i
+matched teacher rows j, which have probabilities p_j,
 
     sum_i r_i sum_j H(p_j, softmax(W z_i / tau)) = sum_i r_i a_i lse(W z_i / tau) - sum_j (W^T p_j) . y_j,
     y_j = sum of r_i z_i / tau over the student rows i matched with j,
 
-so teacher and student rows never meet in K dimensions: a few rows of either are processed at a time, their softmax
-serves the loss and both gradients, and is dropped.
+so the scores of teacher and student rows are never needed together. A few rows of either are processed at a time: their
+softmax serves the loss and both gradients, and is then dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.products import add_product, product, sum_dtype
 from eagleray.losses.softmax import softmax
 
-CPU_CHUNK, CHUNK = 2**24, 2**26  # float32 scores in memory at once, 64 MiB and 256 MiB; smaller chunks are slower
-CACHE_SCORES = 2**19  # scores of a softmax at once on a CPU
+CPU_CHUNK, CHUNK = 2**24, 2**26  # float32 scores in memory at once: 64 MiB, on accelerators 256; fewer are slower
+CACHE_SCORES = 2**19  # scores whose softmax a CPU computes at a time: 2 MiB in float32, which fit its cache
 STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
 
 
@@ -48,10 +48,10 @@ class Match(NamedTuple):
 
 
 def match_views(t: Scores, s: Scores, images: int) -> Match:
-    """Match every view of the student with every other view of the teacher, for rows of view-major images.
+    """Match each row of the student, an image of a view, with the same image in every other view of the teacher.
 
-    The first views of both are the same. The weights make the loss a mean over images and pairs of views.
-    """
+    Rows are view-major, and the teacher's views are the student's first. The weights make the loss a mean over images
+    and pairs of views."""
     views, device = (len(s.z) // images, len(t.z) // images), s.z.device
     v, q = (torch.arange(n, device=device) for n in views)
     rows = images * q + torch.arange(images, device=device).unsqueeze(1)  # (B, Q)
@@ -64,14 +64,13 @@ def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
     """Match every token of a student view with the most similar token of the same image in each other teacher view.
 
     Similarity is the cosine. Views are s[v] (B, N_v, D) and t[q] (B, M, D); the first views of both are the same. Rows
-    are view-major, then image, then token. The weights make the loss a mean over tokens, images and pairs of views.
-    """
+    are view-major, then image, then token. The weights make the loss a mean over tokens, images and pairs of views."""
     (images, tokens, _), device = t[0].shape, t[0].device
     unit = [_unit(x) for x in t]
-    first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) where an image's rows begin
+    first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) first row of each image within a view
     teacher, weight = [], []
     for v, x in enumerate(s):
-        with torch.autocast(device.type, enabled=False):  # neighbours differ by less than half precision resolves
+        with torch.autocast(device.type, enabled=False):  # similarities of neighbours differ by less than 16 bits show
             nearest = [(_unit(x) @ y.mT).argmax(-1) for y in unit]  # Q x (B, N_v)
         rows = [token + first + q * images * tokens for q, token in enumerate(nearest)]
         teacher.append(torch.stack([r if v != q else torch.full_like(r, -1) for q, r in enumerate(rows)], -1))
@@ -81,7 +80,7 @@ def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
 
 
 def check_large_crops(views: Sequence[Tensor]) -> None:
-    """Check that the first two views (B, 3, S, S), a teacher's, have one size, as `match` expects. Raises UserError."""
+    """Raises UserError unless the first two views (B, 3, S, S), a teacher's, have one size, as `match` expects."""
     sizes = [x.shape[3] for x in views[:2]]
     if sizes[0] != sizes[1]:
         raise UserError(f"views: the first two, the large crops, are of {sizes} pixels; expected one size")
@@ -91,8 +90,7 @@ def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
     """Return the teacher's p = softmax((z W^T - c) / tau), (n, K), for a few rows.
 
     SwAV's assignments have this form too. There tau is Sinkhorn's epsilon, and exp(-c / tau) is the factor by which its
-    iterations scale the column of each prototype.
-    """
+    iterations scale the column of each prototype."""
     dtype = product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         x = product((z.detach().to(sum_dtype(z)) / tau).to(dtype), w.detach().to(dtype).T)
@@ -116,8 +114,7 @@ def mean_scores(z: Tensor, w: Tensor, n: int | Tensor) -> Tensor:
 def update_center(center: Tensor, t: Scores, rows: Sequence[int], momentum: float) -> None:
     """Move the centre (K,), in place, towards the mean of the teacher's scores over the images of all ranks.
 
-    `rows` has the number of images of each rank. Every image has the same number of rows in `t`.
-    """
+    `rows` has the number of images of each rank. Every image has the same number of rows in `t`."""
     n = len(t.z) // rows[dist.rank()] * sum(rows)
     center.lerp_(mean_scores(t.z, t.w, n), 1 - momentum)
 
@@ -132,15 +129,14 @@ def score_chunks(t: Scores, tau: float) -> Iterator[Tensor]:
 
 
 def chunk_rows(w: Tensor) -> int:
-    """Return how many rows of scores of prototypes (K, d) are in memory at once."""
+    """Return how many rows of scores over prototypes w (K, d) may be in memory at once."""
     return max(1, (CHUNK if devices.is_accelerator(w.device) else CPU_CHUNK) // len(w))
 
 
 def H(t: Scores, s: Scores, pairs: Match, center: Tensor, tau_t: float, tau_s: float) -> Tensor:
     """Return the mean of H(p_t, p_s) = -p_t log p_s over the pairs of teacher and student rows.
 
-    p_t = softmax((t - center) / tau_t) has no gradient, p_s = softmax(s / tau_s).
-    """
+    p_t = softmax((t - center) / tau_t) has no gradient, p_s = softmax(s / tau_s)."""
     return cross_entropy(t.z, s.z, t.w, s.w, center, pairs, tau_t=tau_t, tau_s=tau_s)
 
 
@@ -160,10 +156,9 @@ def cross_entropy(
 
     p are the probabilities of the teacher rows t (m, d); prototypes are W (K, d), the centre is (K,). Only s and W_s
     have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
-    `chunk` is the largest number of scores in memory at once.
-    """
+    `chunk` is the largest number of scores in memory at once."""
     dtype = product_dtype(s)
-    # An accelerator writes what products take, twice as many numbers in 16 bits.
+    # An accelerator writes a softmax in the dtype of products: in 16 bits, twice as many rows take the same memory.
     times = sum_dtype(s).itemsize // dtype.itemsize if devices.is_accelerator(s.device) else 1
     rows = times * chunk_rows(w_s) if chunk is None else max(1, chunk // len(w_s))
     with torch.autocast(s.device.type, enabled=False):
@@ -191,7 +186,7 @@ class _CrossEntropy(torch.autograd.Function):
         z, w = s.to(sum_dtype(s)) / tau_s, w_s.to(dtype)  # (n, d), (K, d)
         grad_w = torch.zeros_like(w_s, dtype=z.dtype) if needs_grad_w else None
 
-        # A student row without a teacher row is matched with an extra one, which is dropped.
+        # Missing teacher rows (-1) become an extra row len(t), whose mean below stays zero, so that they add nothing.
         teacher = teacher.where(teacher >= 0, len(t))  # (n, Q)
         a = weight * (teacher < len(t)).sum(1)  # (n,) r_i a_i
         y = z.new_zeros(len(t) + 1, z.shape[1])
@@ -217,10 +212,11 @@ class _CrossEntropy(torch.autograd.Function):
         for column in teacher.unbind(1):
             grad_z -= weight.unsqueeze(1) * means[column]
 
-        # In float32: before float16's scale of the loss, which comes with the gradient, they would be zero in float16.
+        # The gradients are kept in float32: in float16 they would be zero until `backward` applies the scale of the
+        # loss.
         ctx.save_for_backward(grad_z / tau_s, grad_w)
         ctx.dtypes = s.dtype, w_s.dtype
-        # Each row is summed first: one sum over all numbers loses two digits.
+        # Each row is summed first, because one sum over all numbers would lose two digits.
         return (a * lse).sum() - (means * y).sum(1).sum()
 
     @staticmethod
@@ -236,8 +232,7 @@ def _unit(x: Tensor) -> Tensor:
 def _add_rows(out: Tensor, at: Tensor, x: Tensor) -> None:
     """Add x[i] to out[at[i]], in the same order every time.
 
-    On an accelerator index_add_ has no fixed order, on a CPU index_put_ has none.
-    """
+    On an accelerator index_add_ has no fixed order, on a CPU index_put_ has none."""
     if devices.is_accelerator(out.device):
         out.index_put_((at,), x, accumulate=True)
     else:
@@ -260,7 +255,7 @@ def _softmax(z: Tensor, w: Tensor, c: Tensor | None = None) -> tuple[Tensor, Ten
 def _softmax_(x: Tensor) -> Tensor:
     """Replace scores (R, K) by their softmax, in place, and return their logsumexp (R,)."""
     out = []
-    for part in x.split(max(1, CACHE_SCORES // x.shape[1])):  # a few rows, so that each pass finds them in the cache
+    for part in x.split(max(1, CACHE_SCORES // x.shape[1])):  # few rows, so that each pass finds them in the cache
         top = part.amax(1, keepdim=True)
         total = part.sub_(top).exp_().sum(1, keepdim=True)
         part.div_(total)

@@ -14,8 +14,8 @@ from torch import Tensor
 from eagleray.losses.prototypes import H, Match, Scores, match
 from eagleray.models.heads import PrototypeHead
 
-# Settings of the transport plan, which the paper does not give: SwAV's epsilon, and enough iterations that a plan of
-# 49 x 49 tokens changes little.
+# Settings of the transport plan, which the paper does not give: SwAV's epsilon, and as many iterations as a plan of 49
+# x 49 tokens needs until it changes little.
 EPSILON, ITERATIONS = 0.05, 10
 
 RegionLoss = Literal["softmax", "mse"]
@@ -24,7 +24,7 @@ RegionLoss = Literal["softmax", "mse"]
 class Regions(NamedTuple):
     """The tokens of V views: the features of a student's or a teacher's backbone, and the scores of its head."""
 
-    features: list[Tensor]  # V x (B, N_v, D) of the backbone, by which tokens are matched
+    features: list[Tensor]  # V x (B, N_v, D) features of the backbone, by which tokens are matched
     scores: Scores  # n rows, one for each token: view-major, then image, then token
 
 
@@ -34,10 +34,9 @@ def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:
 
 
 def sample_tokens(x: Tensor, tokens: int | None, generator: torch.Generator) -> Tensor:
-    """Return this many tokens of x (B, N, D), the same for every image, drawn uniformly without replacement.
+    """Return `tokens` tokens of x (B, N, D), at the same positions in every image, drawn uniformly without replacement.
 
-    All N tokens are returned when x has no more than that, or when `tokens` is None.
-    """
+    All N tokens are returned when there are no more, or when `tokens` is None."""
     if tokens is None or x.shape[1] <= tokens:
         return x
     return x[:, torch.randperm(x.shape[1], generator=generator, device=x.device)[:tokens]]
@@ -46,17 +45,16 @@ def sample_tokens(x: Tensor, tokens: int | None, generator: torch.Generator) -> 
 def region_loss(
     kind: RegionLoss, t: Regions, s: Regions, pairs: Match, center: Tensor, tau_t: float, tau_s: float
 ) -> Tensor:
-    """Return the mean loss of student tokens and their teacher tokens: H(p_j*, p_i), or the squared distance."""
+    """Return the mean loss between student tokens i and teacher tokens j*: H(p_j*, p_i), or that of `squared_loss`."""
     if kind == "mse":
         return squared_loss(t.scores, s.scores, pairs)
     return H(t.scores, s.scores, pairs, center, tau_t, tau_s)
 
 
 def squared_loss(t: Scores, s: Scores, pairs: Match) -> Tensor:
-    """Return the mean of |y_j* - y_i|^2 for scores y (K,) scaled to unit length, which is BYOL's distance.
+    """Return the mean of |y_j* - y_i|^2, BYOL's distance, for scores y (K,) of matched tokens, scaled to unit length.
 
-    The scores are never computed: their products are products of z with W^T W (d, d).
-    """
+    The scores are never computed: their products are products of z with W^T W (d, d)."""
     with torch.autocast(s.z.device.type, enabled=False):
         x, y = unit_scores(s.z, s.w), unit_scores(t.z, t.w).detach()
         return matched_distance(x @ (s.w.T @ t.w.detach()), y, pairs)
@@ -65,7 +63,7 @@ def squared_loss(t: Scores, s: Scores, pairs: Match) -> Tensor:
 def matched_distance(x: Tensor, y: Tensor, pairs: Match) -> Tensor:
     """Return the weighted sum of 2 - 2 x_i . y_j over the pairs of student rows x (n, d) and teacher rows y (m, d).
 
-    Where both have length one it is that of |x_i - y_j|^2."""
+    For rows of length one, each term is |x_i - y_j|^2."""
     loss = x.new_zeros(())
     for column in pairs.teacher.unbind(1):
         weight = pairs.weight * (column >= 0)
@@ -83,8 +81,7 @@ def match_transport(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
     """Match each student token with the teacher token that receives most of its mass in the optimal transport.
 
     The transport is between the tokens of two views of an image, and every token has the same mass (Cuturi 2013,
-    arXiv:1306.0895). The arguments are those of `prototypes.match`.
-    """
+    arXiv:1306.0895). The arguments are those of `prototypes.match`."""
     teacher, weight = match(s, t)
     tokens = t[0].shape[1]
     to = torch.cat([torch.stack([transport_plan(x, y).argmax(-1) for y in t], -1).flatten(0, 1) for x in s])  # (n, Q)

@@ -17,10 +17,10 @@ from eagleray.models.heads import mlp
 HIDDEN = 512
 VARIANCE_WEIGHT = 1e-3  # the weight of the log-variance in L_reg; the paper does not give it
 
-# How an offset is predicted: as a number (L), as a class (L_ce), or as the mean of the classes, divided by their
-# variance (L_reg); absolute, or with its sign (the paper's L*).
+# l1 predicts an offset as a number (the paper's L), ce as a class (L_ce), reg as the mean over classes, with its error
+# divided by their variance (L_reg). Offsets are absolute or, in signed modes, have a sign (L*).
 Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
-# raw: in tokens, signed offsets counted from the lowest. normalised: raw ones scaled to 0 to 1. paper: offset / k.
+# raw: the offset in tokens, plus k - 1 if signed. normalised: raw scaled to 0 to 1. paper: offset / k.
 Targets = Literal["raw", "normalised", "paper"]
 
 Pool = Literal["3x3", "2x2"]  # window of an average pooling with a stride of two tokens
@@ -30,8 +30,7 @@ Pairs = tuple[Tensor, Tensor]  # row-major positions of the first and the second
 class Localiser(nn.Module):
     """An MLP f([e_1; e_2]) that predicts the offset between two tokens.
 
-    Its output is two numbers (n, 2) or, with `classes`, the scores of the C classes on both axes (n, C, 2).
-    """
+    Its output is two numbers (n, 2) or, with `classes`, the scores of the C classes on both axes (n, C, 2)."""
 
     def __init__(self, dim: int, classes: int | None = None) -> None:
         super().__init__()
@@ -61,8 +60,7 @@ def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], seed: int, d
 def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Pairs:
     """Pair each of n tokens with one partner.
 
-    The partners are a permutation of the tokens, as in the authors' code; the paper draws each independently.
-    """
+    The partners are a permutation of the tokens, as in the authors' code; the paper draws each independently."""
     second = local_rows(
         torch.rand(views, sum(rows), n, generator=step_generator(seed, device), device=device).argsort(2), rows
     )
@@ -70,7 +68,7 @@ def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], seed: int, devic
 
 
 def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return this rank's rows (V * B, m), view-major, of a draw for all ranks (V, sum of rows, m)."""
+    """Return this rank's rows (V * B, m), view-major, of numbers drawn for all ranks (V, sum of rows, m)."""
     return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
 
 
@@ -78,8 +76,7 @@ def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, 
     """Return the mean loss over pairs of tokens of a grid (B, D, h, w).
 
     In the modes `l1` and `l1_signed` the losses of the two axes are averaged, in other modes they are added. Only these
-    two modes use `targets`.
-    """
+    two modes use `targets`."""
     h, w = grid.shape[2:]
     tokens = grid.flatten(2).mT  # (B, N, D)
     image = torch.arange(len(tokens), device=grid.device).unsqueeze(1)
@@ -104,7 +101,7 @@ def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
 
 
 def axis_tokens(f: Tensor, signed: str) -> int:
-    """Return the largest number of tokens on an axis whose offsets fit the classes of scores (n, C, 2)."""
+    """Return the largest number of tokens on an axis for which scores f (n, C, 2) have a class for every offset."""
     return (f.shape[1] + 1) // 2 if signed else f.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""SIGReg draws embeddings to an isotropic Gaussian (Balestriero and LeCun 2025).
+"""SIGReg pulls the distribution of embeddings towards an isotropic Gaussian (Balestriero and LeCun 2025).
 
 arXiv:2511.08544, definition 2 and algorithm 1. V views, B images on this rank, N on all ranks, C channels, M
 directions.
@@ -11,7 +11,7 @@ from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 from eagleray.base.rng import step_generator
 
-KNOTS = 17  # points of the integral, as section 6.1 recommends
+KNOTS = 17  # points at which the integrand is computed, as section 6.1 recommends
 
 
 def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
@@ -20,7 +20,7 @@ def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     return a / a.norm(dim=0)
 
 
-@in_float32  # the arguments of the cosines reach 3 x, where bfloat16 has steps of 1/64
+@in_float32  # the cosines' arguments exceed 2, where bfloat16 has steps of 1/64
 def sigreg(z: Tensor, a: Tensor, rows: tuple[int, ...], *, reach: float = 3.0) -> Tensor:
     """Return the mean over views and directions a (C, M) of the Epps-Pulley statistic of embeddings z (V, B, C).
 
@@ -32,8 +32,7 @@ def epps_pulley(x: Tensor, rows: tuple[int, ...], *, reach: float) -> Tensor:
     """Return how far samples x (V, B, M) are from a standard normal distribution, for each view and direction (V, M).
 
     It is N times the integral from -reach to reach of |ecf(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where the empirical
-    characteristic function ecf(t) is the mean of exp(itx) over the N rows of all ranks (Epps and Pulley 1983).
-    """
+    characteristic function ecf(t) is the mean of exp(itx) over the N rows of all ranks (Epps and Pulley 1983)."""
     n = sum(rows)
     t = torch.linspace(0, reach, KNOTS, device=x.device, dtype=x.dtype)  # (T,); the integrand is even
     phi = torch.exp(-t.square() / 2)

@@ -14,10 +14,9 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Return assignments q (B, K) of rows to K prototypes from scores (B, K); the rows of q sum to one.
 
     Prototypes are balanced over the rows of all ranks, which may differ in number. A smaller `epsilon` makes
-    assignments sharper and needs more `iterations`.
-    """
-    # In logarithms, because exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small. Masses that
-    # are the same for all prototypes or all samples are left out: the next normalisation cancels them.
+    assignments sharper and needs more `iterations`."""
+    # Logarithms are used, because exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small.
+    # Masses that are the same for all prototypes or all samples are left out: the next normalisation cancels them.
     log_q = scores.float() / epsilon
     for _ in range(iterations):
         own = log_q.logsumexp(0, keepdim=True)  # (1, K)
@@ -28,12 +27,10 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
 
 @torch.no_grad()
 def sinkhorn_center(t: Scores, epsilon: float, iterations: int) -> Tensor:
-    """Return the centre c (K,) for which softmax((t - c) / epsilon) are the assignments of rows t that `sinkhorn`
-    returns.
+    """Return the centre c (K,) for which softmax((t - c) / epsilon) are the assignments of `sinkhorn` for rows t.
 
-    Only a few rows of scores are in memory at once. Ranks may have different numbers of rows, or none.
-    """
-    u = torch.zeros(len(t.w), device=t.z.device)  # c / epsilon, for which the prototypes have the same mass
+    Only a few rows of scores are in memory at once. Ranks may have different numbers of rows, or none."""
+    u = torch.zeros(len(t.w), device=t.z.device)  # c / epsilon, changed until all prototypes have the same mass
     for i in range(iterations):
         own = torch.full_like(u, -math.inf)
         for x in score_chunks(t, epsilon):  # (R, K)
@@ -41,5 +38,5 @@ def sinkhorn_center(t: Scores, epsilon: float, iterations: int) -> Tensor:
                 x -= (x - u).logsumexp(1, keepdim=True)  # the same mass for every row
             own = torch.logaddexp(own, x.logsumexp(0))
         u = dist.gather(own.unsqueeze(0), (1,) * dist.size()).logsumexp(0)
-        u = u.where(u > -math.inf, 0)  # no rank has a row
+        u = u.where(u > -math.inf, 0)  # zero, not -inf, if no rank has a row
     return epsilon * u

@@ -1,9 +1,9 @@
-"""Softmaxes of scores z W^T on an accelerator, whose scores are never written to its memory.
+"""Softmaxes of scores z W^T on an accelerator, without writing the scores to its memory.
 
 Memory, not arithmetic, limits a softmax over K prototypes: maximum, exponent, sum and division would each read and
 write all scores. Here a tile of scores is computed where it is needed, once for the sum of its row and once for its
-probabilities (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867). That is one product more, and
-leaves two bytes to write a score. Where Triton is missing PyTorch's own softmax reads them from memory.
+probabilities (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867). That costs one more product, but
+writes only the probabilities, two bytes each. Where Triton is missing, PyTorch's own softmax reads scores from memory.
 
 R rows, K prototypes, d channels.
 """
@@ -26,14 +26,14 @@ def softmax(z: Tensor, w: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tens
     """Return softmax(z W^T - c) (R, K) in the dtype of z (R, d) and W (K, d), and its logsumexp (R,) in float32 at
     least; c is (K,). No gradient passes.
 
-    PyTorch sees one operation, which a trace of a step counts as it is on a GPU."""
+    To PyTorch this is one operation, so that a trace of a step counts its FLOPs as on a GPU."""
     out: tuple[Tensor, Tensor] = torch.ops.eagleray.attend_prototypes(z, w, c)
     return out
 
 
 def _softmax(z: Tensor, w: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
     if z.dtype != sum_dtype(z) and _has_kernels(z.device):
-        from eagleray.losses.softmax_kernels import softmax as by_tiles  # Triton is not everywhere
+        from eagleray.losses.softmax_kernels import softmax as by_tiles  # imported here, as Triton may be missing
 
         return by_tiles(z, w, c)
     x = product(z, w.T)
@@ -58,6 +58,6 @@ def flops(z: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    """Return whether a device runs the kernels: one of NVIDIA since Ampere or of AMD, with Triton and a compiler."""
+    """Return whether a device runs the kernels: a GPU of AMD, or NVIDIA's since Ampere, with Triton and a compiler."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return fits and missing_compiler(device) is None

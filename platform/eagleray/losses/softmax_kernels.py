@@ -1,4 +1,4 @@
-"""The tiles of `softmax`, in Triton: rows of scores that exist only in registers. Imported where Triton is."""
+"""Triton kernels of `softmax`, whose tiles of scores exist only in registers. Imported only where Triton is."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, CHANNELS = 128, 128, 64  # a tile of scores has ROWS x COLUMNS, and sums up so many channels at once
-SPAN = 4096  # prototypes whose exponents one program sums up, so that few rows occupy a whole device
-# Triton's interpreter neither multiplies nor rounds to bfloat16.
+ROWS, COLUMNS, CHANNELS = 128, 128, 64  # a tile has ROWS x COLUMNS scores, and sums CHANNELS channels at a time
+SPAN = 4096  # prototypes that one program sums over, so that even a few rows make enough programs for a whole device
+# Triton's interpreter can neither multiply in bfloat16 nor round to it.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-OPTIONS = {"num_warps": 8, "num_stages": 3}  # 96 KiB of shared memory on NVIDIA's GPUs, 64 on AMD's
+OPTIONS = {"num_warps": 8, "num_stages": 3}  # they use 96 KiB of shared memory on NVIDIA's GPUs, 64 on AMD's
 
 
 def softmax(z: Tensor, w: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def tile(
     n: tl.tensor, k: tl.tensor, d: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, SHIFTED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the scores of some rows and prototypes, -inf beyond the last prototype."""
+    """Return the scores (ROWS, COLUMNS) of some rows and prototypes, -inf beyond the last prototype."""
     scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, d, CHANNELS):
         at = first + tl.arange(0, CHANNELS)
@@ -55,7 +55,7 @@ def sum_exponents(
     z: tl.tensor, w: tl.tensor, shift: tl.tensor, parts: tl.tensor, n: tl.tensor, k: tl.tensor, d: tl.tensor,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, SHIFTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the logsumexp of a span of prototypes for some rows; `parts` is (n, spans)."""
+    """Write into `parts` (n, spans) the logsumexp of the scores of some rows over one span of prototypes."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)

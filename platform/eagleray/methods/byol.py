@@ -18,9 +18,9 @@ from eagleray.models.heads import mlp
 
 
 class BYOL(Method):
-    """The online network predicts, from one view, what its momentum copy projects another one of the first two to.
+    """From each view, the online network predicts its momentum copy's projection of another one of the first two views.
 
-    Views beside these two, such as small crops, are seen by the online network alone."""
+    Only the online network sees the views beside these two, such as small crops."""
 
     views = (2, 100)
     pooled_only = True
@@ -42,12 +42,12 @@ class BYOL(Method):
         self.target = ema_copy(self.online)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One call per view: batch norm must not mix them.
+        # The head runs once per view, as its batch norm must not mix views.
         p = [self.predictor(z) for z in self.online.each(batch.views)]  # V x (B, C)
         with torch.no_grad():
             z = self.target.each(batch.views[:2])  # 2 x (B, C)
         pairs = [distance(pv, zi) for v, pv in enumerate(p) for i, zi in enumerate(z) if i != v]
-        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # two views give both directions
+        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # for two views, both directions
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

@@ -25,9 +25,9 @@ from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
 
 
 class BYOLRegions(Method):
-    """BYOL on the pooled vectors of two views, a region loss on their tokens.
+    """BYOL on the pooled vectors of two views, with a region loss on their tokens.
 
-    As `softmax`, the region loss is EsViT's, with its head, centre and frozen last layer. As `mse`, tokens have a
+    With `region_loss=softmax`, it is EsViT's, with its head, centre and frozen last layer. With `mse`, tokens have a
     projector and a predictor as views have in BYOL. The paper does not say so, but without a predictor one vector for
     all tokens would be the best solution."""
 
@@ -68,7 +68,7 @@ class BYOLRegions(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         f1, f2 = self.online.backbone.each(batch.views)
-        # One call per view: batch norm must not mix the two.
+        # The heads run once per view, as their batch norm must not mix views.
         p1, p2 = self.predictor(self.online.head(f1.pooled)), self.predictor(self.online.head(f2.pooled))  # (B, C)
         with torch.no_grad():
             g1, g2 = self.target.backbone.each(batch.views)
@@ -79,7 +79,7 @@ class BYOLRegions(Method):
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
 
     def assigned(self, s: list[Tensor], t: list[Tensor], rows: Sequence[int], at: Progress) -> Tensor:
-        """Return EsViT's loss of the tokens of two views, 2 x (B, N, D), and move its centre."""
+        """Return EsViT's region loss for the tokens of two views, 2 x (B, N, D), and update its centre."""
         student = project_regions(s, self.online.region_head)
         with torch.no_grad():
             teacher = project_regions(t, self.target.region_head)
@@ -89,7 +89,7 @@ class BYOLRegions(Method):
         return l_r
 
     def predicted(self, s: list[Tensor], t: list[Tensor]) -> Tensor:
-        """Return BYOL's distance of tokens of two views, 2 x (B, N, D), and their matches in the other view."""
+        """Return BYOL's distance between tokens of two views, 2 x (B, N, D), and their matches in the other view."""
         p = torch.cat([self.region_predictor(self.online.region_head(x.flatten(0, 1))) for x in s])
         with torch.no_grad():
             z = torch.cat([self.target.region_head(x.flatten(0, 1)) for x in t])

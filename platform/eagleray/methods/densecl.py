@@ -38,7 +38,7 @@ class DenseCL(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         dense_weight: Share = 0.5,  # weight of the patches' loss; the pooled vectors' loss has the rest
-        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.norm_group = temperature, momentum, norm_group
@@ -82,6 +82,6 @@ class _Encoder(Encoder[nn.Sequential]):
 
 def match_keys(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
     """Return, for every patch of f (B, N, D), the key in t (B, N, C) of the most similar patch of g (B, N, D)."""
-    # Distance orders as the cosine does, but autocast leaves it in float32, and neighbouring patches differ little.
+    # Sorting by distance equals sorting by cosine, but autocast leaves distances in float32: neighbours differ little.
     nearest = torch.cdist(unit(f), unit(g)).argmin(2, keepdim=True)  # (B, N, 1)
     return t.take_along_dim(nearest, 1)

@@ -42,7 +42,7 @@ class DetCo(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         name = type(backbone.model).__name__
@@ -62,11 +62,11 @@ class DetCo(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         x_q, x_k, *uncut = batch.views
-        # Two seeds for each step: the patches of queries and of keys lie in different orders, at different places.
+        # Two seeds per step, so that patches of queries and keys differ in their order and their positions in cells.
         p_q, p_k = (jigsaw(p, side(p), 2 * at.draw + i, batch.rows) for i, p in enumerate(uncut))
         if self.norm_group:
             count_images(self, len(x_q))
-        q_g, q_l = unit(self.f_q.encode(x_q, p_q)).unbind(1)  # images and patches, (B, S, C) each
+        q_g, q_l = unit(self.f_q.encode(x_q, p_q)).unbind(1)  # (B, S, C) each: of images, of their patches
         with torch.no_grad():
             ema_update(self.f_k, self.f_q, self.momentum(at))
             k = self.keys(x_k, p_k, batch, at)
@@ -85,12 +85,13 @@ class DetCo(Method):
         return {"loss": loss, "gain": math.log(candidates) - loss / (3 * sum(self.weights))}
 
     def contrast(self, q: Tensor, k: Tensor, queue: Queue) -> Tensor:
-        """Return equation 2: the loss of queries (B, C) that look for their keys (B, C) among those of a queue."""
+        """Return equation 2: the contrastive loss of queries (B, C) with their keys (B, C), and a queue's as
+        negatives."""
         return infonce(logits(q, k, queue.keys, self.temperature))
 
     def keys(self, x: Tensor, p: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Return the unit keys (B, 2, S, C) of images and of patches (B, 9, 3, s, s), encoded in a shuffled order where
-        batch norm is over groups."""
+        """Return the unit keys (B, 2, S, C) of images and their patches (B, 9, 3, s, s). With `norm_group`, the
+        momentum encoder sees them in a shuffled order."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.draw)
         p, _ = shuffle(p, batch.rows, self.norm_group, seed=at.draw)
         return unshuffle(unit(self.f_k.encode(x, p)))
@@ -106,7 +107,7 @@ class DetCo(Method):
 
 
 class _Encoder(Encoder[nn.Sequential]):
-    """An encoder with two heads for each stage: for an image, and for the patches of an image together."""
+    """An encoder with two heads for each stage: one for the image, one for all patches of the image together."""
 
     def __init__(self, backbone: Backbone, dim: int) -> None:
         widths = [*backbone.dims("stages")[:-1], backbone.dim]

@@ -54,7 +54,8 @@ class DINO(Method):
         pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
         loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
         stats = assignment_stats(t, self.center, tau_t)
-        # After the loss, which uses the old centre. The mean is over the images of all ranks, the batch of the paper.
+        # The loss above uses the centre of the previous steps. As in the paper, the mean is over the images of all
+        # ranks.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, **stats}
 

@@ -85,7 +85,7 @@ class DINOv2(Method):
 
         dino = H(t, s, match_views(t, s, images), center, tau_t, tau_s)
         ibot = H(t_patches, s_patches, masks.pairs, patch_center, tau_t, tau_s)
-        # Not between two crops of an image, so for each of them apart.
+        # KoLeo is computed for each large crop alone, so that the two crops of an image do not repel each other.
         koleo = torch.stack([koleo_loss(view, batch.rows) for view in x[: 2 * images].chunk(2)]).sum()
         stats = assignment_stats(t, center, tau_t)
         if self.centering == "mean":
@@ -100,7 +100,7 @@ class DINOv2(Method):
         return sinkhorn_center(t, tau, ITERATIONS), sinkhorn_center(t_patches, tau, ITERATIONS)
 
     def update_centers(self, t: Scores, t_patches: Scores, rows: tuple[int, ...]) -> None:
-        """Move both centres towards the mean scores of all ranks, that of patches towards those of hidden ones."""
+        """Move both centres towards mean scores of all ranks: those of images, and those of hidden patches."""
         update_center(self.center, t, rows, self.center_momentum)
         n = dist.total(t_patches.z.new_full((), len(t_patches.z), dtype=torch.float32)).clamp(min=1)
         self.patch_center.lerp_(mean_scores(t_patches.z, t_patches.w, n), 1 - self.center_momentum)

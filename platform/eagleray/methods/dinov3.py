@@ -31,8 +31,9 @@ ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches 
 
 
 class DINOv3(Method):
-    """The student sees the large crops with hidden patches and the small ones, the teacher the large ones whole, and
-    the Gram teacher the large ones in more pixels."""
+    """The student sees the large crops with hidden patches and the small crops, the teacher the large crops whole.
+
+    The Gram teacher sees the large crops, also in more pixels."""
 
     views = (2, 100)
 
@@ -49,7 +50,7 @@ class DINOv3(Method):
         mask_probability: Share = 0.5,  # share of the large crops in which patches are hidden
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
         koleo_weight: NonNegativeFloat = 0.1,
-        koleo_group: PositiveInt = 16,  # images among which each has its nearest neighbour
+        koleo_group: PositiveInt = 16,  # consecutive images among which KoLeo seeks nearest neighbours
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=100),
         momentum: Schedule = Schedule(value=0.994),
@@ -57,8 +58,8 @@ class DINOv3(Method):
         gram_start: NonNegativeFloat | None = None,  # epoch from which patches are anchored; None: never
         # The teacher after so many epochs is the first Gram teacher; None: gram_start
         gram_teacher: NonNegativeFloat | None = None,
-        gram_every: PositiveFloat = 10.0,  # epochs from gram_start to the next Gram teacher, and to each further one
-        gram_refreshes: NonNegativeInt = 3,  # how often the Gram teacher is replaced by the teacher
+        gram_every: PositiveFloat = 10.0,  # epochs between Gram teachers, from gram_start on
+        gram_refreshes: NonNegativeInt = 3,  # number of times that the teacher replaces the Gram teacher
         gram_weight: NonNegativeFloat = 2.0,  # weight of the loss that anchors patches
         gram_cut: bool = False,  # cosines below 0 count as 0
         small_weight: NonNegativeFloat = 0.5,  # weight of the small crops from gram_start on; it is 1 before
@@ -76,7 +77,7 @@ class DINOv3(Method):
         self.student = MaskedEncoder(backbone, head, patch_head)
         self.teacher = ema_copy(self.student)
         self.gram = None if gram_start is None else sharing_copy(self.teacher.backbone)
-        self.copied: list[float] = []  # epochs after which the teacher becomes the Gram teacher
+        self.copied: list[float] = []  # epochs after which the Gram teacher becomes a copy of the teacher
         if gram_start is not None:
             first = gram_start if gram_teacher is None else gram_teacher
             if first > gram_start:
@@ -84,8 +85,10 @@ class DINOv3(Method):
             self.copied = [first, *(gram_start + gram_every * (i + 1) for i in range(gram_refreshes))]
 
     def crops(self, views: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Return the large crops, the Gram teacher's views of them and the small crops. If the second view has another
-        size than the first, each large crop is followed by the Gram teacher's view; otherwise that sees the crops."""
+        """Return the large crops, the Gram teacher's views of them and the small crops.
+
+        If the second view has another size than the first, the Gram teacher's view follows each large crop; otherwise
+        the Gram teacher sees the large crops themselves."""
         if self.gram is None or len(views) < 4 or views[0].shape == views[1].shape:
             return views[:2], views[:2], views[2:]
         return views[:4:2], views[1:4:2], views[4:]
@@ -135,11 +138,11 @@ class DINOv3(Method):
         return out | assignment_stats(t, center, tau_t)
 
     def anchored(self, at: Progress) -> bool:
-        """Return whether the Gram loss counts in this step."""
+        """Return whether this step adds the Gram loss."""
         return self.gram_start is not None and at.step >= round(self.gram_start * at.steps_per_epoch)
 
     def gram_of(self, patches: Tensor, views: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
-        """Return the Gram loss of the student's patches (2 * B, N, D), masked or not, on a grid (h, w)."""
+        """Return the Gram loss of the student's patches (2 * B, N, D), hidden ones included, on a grid (h, w)."""
         assert self.gram is not None
         with torch.no_grad():
             seen = self.gram.each(views)

@@ -21,16 +21,16 @@ from eagleray.models.network import Network
 
 
 class Distill(Method):
-    """The student sees what the teacher sees, and predicts its pooled vector and its patches by a head for each."""
+    """The student sees the teacher's images, and predicts its pooled vector and its patches with one head for each."""
 
     views = (1, 100)
-    colours: Tensor  # (2, 3, 1, 1) factors and summands that give the teacher the colours that it was trained with
+    colours: Tensor  # (2, 3, 1, 1) factors and summands from our pixel mean and std to the teacher's
 
     def __init__(
         self,
         backbone: Backbone,
         *,
-        teacher: Network,  # the network and its weights
+        teacher: Network,  # teacher network and its weights
         hidden: PositiveInt = 2048,  # width of both heads
         patch_weight: Annotated[float, Field(ge=0)] = 1.0,
     ) -> None:
@@ -75,7 +75,7 @@ def head(dim: int, hidden: int, out: int) -> nn.Sequential:
 
 
 def on_grid(features: Features, grid: tuple[int, int]) -> Tensor:
-    """Return the patches (B, N, T) of the teacher, resampled where the student's have another grid."""
+    """Return the teacher's patches (B, N, T), resampled bilinearly if the student's patches have another grid."""
     if features.grid == grid:
         return features.patches
     patches = features.patches.mT.unflatten(2, features.grid)
@@ -83,7 +83,8 @@ def on_grid(features: Features, grid: tuple[int, int]) -> Tensor:
 
 
 def match(s: Tensor, t: Tensor) -> Tensor:
-    """Return the loss of predicted patches s of the teacher's patches t, both (B, N, T): 0.9 times one minus their
-    cosine, plus 0.1 times their smooth L1 distance."""
+    """Return the loss between predicted patches s and the teacher's patches t, both (B, N, T).
+
+    It is 0.9 times one minus their cosine, plus 0.1 times their smooth L1 distance."""
     s, t = widen(s.flatten(0, 1)), widen(t.flatten(0, 1))
     return 0.9 * (1 - cosine(s, t).mean()) + 0.1 * F.smooth_l1_loss(s, t)

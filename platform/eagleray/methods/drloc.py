@@ -42,7 +42,7 @@ class DRLoc(Classifier):
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
         ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
-        pairs: PositiveInt = 64,  # m, the number of pairs of tokens of an image
+        pairs: PositiveInt = 64,  # m, number of token pairs per image
         # Lambda, the weight of the loss. In the paper lambda is constant: 0.5 for Swin, and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
@@ -52,7 +52,7 @@ class DRLoc(Classifier):
         stages: Literal["last", "all", "blocks"] = "last",
         # k, tokens on a side, which sets the number of offset classes. A last grid of 2 k or more is pooled to fewer.
         grid: PositiveInt = 7,
-        pool: Pool = "3x3",  # 2x2 is the paper's
+        pool: Pool = "3x3",  # 2x2: as in the paper
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
         if stages != "last" and not mode.startswith("l1"):

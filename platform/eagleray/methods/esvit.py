@@ -27,12 +27,11 @@ from eagleray.models.heads import PrototypeHead, drop_gradients, zero_loss
 class EsViT(Method):
     """DINO with a second head, through which each token of a view predicts the most similar token of another view.
 
-    The student sees all views, the teacher only the first two, which are the large crops.
-    """
+    The student sees all views, the teacher only the first two, which are the large crops."""
 
     views = (2, 100)
-    needs_boxes = None  # only the share of right matches needs them
-    may_change = ("region_from",)  # regions may join a run that began without them
+    needs_boxes = None  # boxes serve only the share of right matches
+    may_change = ("region_from",)  # the region loss may join a run that began without it
     center: Tensor  # (K,)
     region_center: Tensor  # (K,)
 
@@ -86,15 +85,15 @@ class EsViT(Method):
             right = self.right(pairs, batch, s_regions, t_regions)
         else:
             l_r = right = torch.zeros_like(l_v)
-            loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops these gradients
+            loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops the zero gradients
         stats = assignment_stats(t, self.center, tau_t)
-        # After the loss, which uses the old centre. As in the authors' code, a centre is a mean of scores and each loss
-        # has its own; in algorithm 1 both are means of the probabilities of views.
+        # The loss above uses the centre of the previous steps, so it moves after it. As in the authors' code, a centre
+        # is a mean of scores and each loss has its own; in algorithm 1 both are means of the probabilities of views.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, "view": l_v, "region": l_r, "right": right, **stats}
 
     def right(self, pairs: Match, batch: Batch, s: Regions, t: Regions) -> Tensor:
-        """Return the share of matches that are right; -1 where it is not known which: of a sample of tokens."""
+        """Return the share of right matches; -1 if it is unknown, as boxes are missing or tokens are a sample."""
         if batch.boxes is None or self.student.tokens:
             return torch.full_like(pairs.weight[0], -1)
         return right_share(pairs, batch.boxes, s.features, t.features)
@@ -123,9 +122,9 @@ class _Encoder(Encoder[PrototypeHead]):
         self.region_head, self.tokens = region_head, tokens
 
     def project(self, views: Sequence[Tensor], generator: torch.Generator | None) -> tuple[Scores, Regions | None]:
-        """Return the scores of whole views and, with a generator, of their tokens, for V x (B, 3, S, S) of any sizes.
+        """Return the scores of V views (B, 3, S, S) of any sizes and, with a generator, their tokens with scores.
 
-        The generator draws the tokens of a view that has more than are sampled."""
+        The generator samples the tokens of views that have more than `tokens`."""
         b = len(views[0])
         outs = self.backbone.sizes([torch.cat(list(same)) for _, same in groupby(views, key=lambda x: x.shape)])
         scores = Scores(self.head(torch.cat([out.pooled for out in outs])), self.head.last.weight)

@@ -64,7 +64,7 @@ class IBOT(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         grid, tau_t, tau_s = self.student.backbone.patch_grid(batch.views[0]), self.teacher_temp(at), self.student_temp
         shares = independent_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw)
-        smallest = (min(grid) // 3) ** 2  # the smallest block, as in the authors' code
+        smallest = (min(grid) // 3) ** 2  # fewest patches of a block, as in the authors' code
         masks = draw_masks(shares, grid, smallest, batch.rows, at.draw, batch.views[0].device)
 
         u, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)
@@ -77,7 +77,7 @@ class IBOT(Method):
         t_hidden = t_patches._replace(z=t_patches.z[masks.rows])
         l_mim = H(t_hidden, s_patches, masks.pairs, self.patch_center, tau_t, tau_s)
         stats = assignment_stats(t, self.center, tau_t)
-        # After the loss, which uses the old centres. That of patches is a mean over all of them, hidden or not.
+        # The loss above uses the previous centres. The patches' new centre is a mean over all patches, hidden or not.
         update_center(self.center, t, batch.rows, self.center_momentum)
         update_center(self.patch_center, t_patches, batch.rows, self.center_momentum)
         return {"loss": l_cls + l_mim, "view": l_cls, "patch": l_mim, **stats}

@@ -20,7 +20,7 @@ from eagleray.models.queue import Bank, draw_negatives
 
 
 class InstDisc(Method):
-    """One view is compared with the vectors that a bank keeps of its own image and of others."""
+    """The vector of one view is compared with the bank's vectors of its own image and of other images."""
 
     views = (1, 1)
     pooled_only = True
@@ -65,7 +65,7 @@ class InstDisc(Method):
         return {"loss": loss}
 
     def after_step(self, at: Progress) -> None:
-        # Not in `forward`: the gradient of a softmax over all images needs the bank as it was.
+        # The bank changes here, not in `forward`: the gradient of a softmax over all images needs its old rows.
         assert self.bank is not None
         i, v = self.seen
         self.bank.move(i, v, self.momentum)

@@ -27,15 +27,15 @@ from eagleray.models.queue import Queue
 from eagleray.models.region_align import check_convolutional, pooled_regions
 from eagleray.views.pasting import DRAWS, draw_boxes, paste
 
-# The released code's anchors, as shares of the image's side: it has images of 256 pixels, and anchors of 32 to 256 at
-# every 16th.
-GRID, SCALES, RATIOS = 16, (1 / 8, 1 / 4, 1 / 2, 1.0), (0.5, 0.75, 1.0, 1.5, 2.0)  # ratios are height over width
+# Anchors as in the released code, whose images have 256 pixels: sides of 32 to 256 pixels at every 16th pixel. SCALES
+# are shares of the image's side, RATIOS height over width.
+GRID, SCALES, RATIOS = 16, (1 / 8, 1 / 4, 1 / 2, 1.0), (0.5, 0.75, 1.0, 1.5, 2.0)
 
 
 class InstLoc(Method):
-    """MoCo v2 on boxes: two crops of an image are pasted on two other images, and the features of the boxes compared.
+    """MoCo v2 on boxes: two crops of an image are pasted on other images, and the features inside their boxes compared.
 
-    The third view is what others are pasted on."""
+    The third view is the image on which the crops of others are pasted."""
 
     views = (3, 3)
 
@@ -49,9 +49,9 @@ class InstLoc(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         smallest: Share = 0.5,  # the smallest side that a box is fitted into, as a share of the image's side
-        overlap: Share = 0.5,  # least IoU of a query's box with the true box; 1: the query has the true box
-        side: PositiveInt = 14,  # side of a box in cells, in front of the last stage
-        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        overlap: Share = 0.5,  # IoU with the true box that a query's box exceeds; 1: it is the true box
+        side: PositiveInt = 14,  # side of a box in cells of the map before the last stage
+        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         check_convolutional(backbone)
@@ -83,7 +83,7 @@ class InstLoc(Method):
         return {"loss": loss, "gain": math.log(scores.shape[1]) - loss}
 
     def draw(self, batch: Batch, at: Progress) -> Tensor:
-        """Draw the uniform numbers (B, 2 * DRAWS + 1) that place both boxes and move the query's."""
+        """Draw uniform numbers (B, 2 * DRAWS + 1): DRAWS to place each box, the last to choose the query's box."""
         x = batch.views[2]
         generator = step_generator(at.draw, x.device)
         u = torch.rand(sum(batch.rows), 2 * DRAWS + 1, generator=generator, device=x.device, dtype=x.dtype)
@@ -108,7 +108,7 @@ class _Encoder(Encoder[nn.Sequential]):
 
 def neighbours(x: Tensor, rows: tuple[int, ...], step: int) -> Tensor:
     """Return, for every row of x (B, ...), the next row of the global batch, or the one before it with `step` -1."""
-    edges = dist.gather(x[:1] if step == 1 else x[-1:], (1,) * len(rows))  # the edges of all ranks
+    edges = dist.gather(x[:1] if step == 1 else x[-1:], (1,) * len(rows))  # (ranks, ...) edge rows of all ranks
     edge = edges[(dist.rank() + step) % len(rows)][None]
     return torch.cat([x[1:], edge] if step == 1 else [edge, x[:-1]])
 
@@ -123,11 +123,10 @@ def anchors(size: int, like: Tensor) -> Tensor:
 
 
 def near_boxes(boxes: Tensor, u: Tensor, overlap: float, size: int) -> Tensor:
-    """Return for each box an anchor whose IoU with it is above `overlap`, or the box where there is none.
+    """Return for each box an anchor whose IoU with it is above `overlap`, or the box itself if there is none.
 
-    The uniform numbers `u` (B, 1) choose among them. The released code chooses among those that a non-maximum
-    suppression with random scores leaves, whose number the host would have to wait for.
-    """
+    The uniform numbers `u` (B, 1) choose among these anchors. The released code first applies a non-maximum suppression
+    with random scores; the host would have to wait for the number of anchors that it leaves."""
     candidates = anchors(size, boxes)  # (A, 4)
     counted = (box_iou(boxes, candidates) > overlap).cumsum(1)  # (B, A)
     count = counted[:, -1:]

@@ -22,8 +22,7 @@ from eagleray.models.heads import mlp
 class LeJEPA(Method):
     """One encoder sees all views, without a teacher, a predictor or a stopped gradient.
 
-    The global views are those of the first view's size, the largest.
-    """
+    The global views are the first views, those of the largest size."""
 
     views = (2, 100)
     pooled_only = True
@@ -67,6 +66,5 @@ class LeJEPA(Method):
 def prediction(z: Tensor, global_views: int) -> Tensor:
     """Return the mean squared difference between embeddings z (V, B, C) and the mean of the first, global views.
 
-    This is equation 7 as algorithm 2 has it, with a mean over channels instead of a sum.
-    """
+    This is equation 7 as algorithm 2 has it, with a mean over channels instead of a sum."""
     return (z[:global_views].mean(0) - z).square().mean()

@@ -27,7 +27,7 @@ from eagleray.models.tokens import drops_patches, take
 
 
 class MAE(Method):
-    """The encoder sees the visible patches only; a light decoder sees all positions and predicts pixels."""
+    """The encoder sees only the visible patches; a light decoder sees all positions and predicts pixels."""
 
     views = (1, 1)
 
@@ -68,7 +68,7 @@ class MAE(Method):
         shuffled = shuffle(self.patches, batch.rows, at.draw, x.device)  # (B, N)
         visible, restore = shuffled[:, : self.visible], shuffled.argsort(1)
         pooled, latent = backbone.visible(x, visible)  # (B, D), (B, P + n, D)
-        self.encoder.head(pooled)  # changes nothing; the run's monitor reads the features there
+        self.encoder.head(pooled)  # an identity, through which the run's monitor reads the features
         size = backbone.micro_batch if self.training else None
         pixels = micro_batched(self.decoder, latent, size, restore)  # (B, N, 3 p p)
         return {"loss": mae_loss(pixels, patchify(x, self.patch_size), restore >= self.visible)}
@@ -86,12 +86,12 @@ class MAE(Method):
 
 
 class _Decoder(nn.Module):
-    """Predicts the pixels of every patch from the encoder's tokens of the visible ones."""
+    """Predicts the pixels of every patch from the encoder's tokens of the visible patches."""
 
     def __init__(self, backbone: Backbone, dim: int, depth: int, heads: int) -> None:
         super().__init__()
         model: Any = backbone.model
-        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # timm's type for it allows no partial
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # Any, as timm's annotation allows no partial
         patch = model.patch_embed.patch_size
         self.prefix = model.num_prefix_tokens
         self.embed = nn.Linear(model.embed_dim, dim)
@@ -103,8 +103,10 @@ class _Decoder(nn.Module):
         variants.init_mae(self)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
-        """Return the pixels (B, N, 3 p p) of patches in the order of the image. The tokens latent (B, P + n, D) are of
-        the visible patches; restore (B, N) says where each patch is among the visible and the masked ones."""
+        """Return the pixels (B, N, 3 p p) of all patches in the order of the image.
+
+        `latent` (B, P + n, D) are the encoder's tokens; `restore` (B, N) is the index of each patch in the list of
+        visible patches followed by masked ones."""
         x, (b, n) = self.embed(latent), restore.shape
         masked = self.mask_token.expand(b, n + self.prefix - x.shape[1], -1)
         patches = take(torch.cat([x[:, self.prefix :], masked], 1), restore)
@@ -116,11 +118,11 @@ class _Decoder(nn.Module):
 def shuffle(n: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw an order (B, n) of the patches of each image of this rank, the same for any number of ranks."""
     noise = torch.rand(sum(rows), n, generator=step_generator(seed, device), device=device)
-    return dist.own(noise, rows).argsort(stable=True)  # equal numbers occur
+    return dist.own(noise, rows).argsort(stable=True)  # stable, as equal numbers occur
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
-    """Return the pixels (B, N, 3 p p) of the patches of images (B, 3, H, W), row by row, a pixel's colours together."""
+    """Return the patches of images (B, 3, H, W) as pixels (B, N, 3 p p): row by row, a pixel's channels together."""
     x = images.unflatten(3, (-1, patch[1])).unflatten(2, (-1, patch[0]))  # (B, 3, h, p, w, p)
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
@@ -130,8 +132,7 @@ def mae_loss(pixels: Tensor, target: Tensor, removed: Tensor) -> Tensor:
     """Return the mean squared error of pixels (B, N, 3 p p) over the removed patches (B, N).
 
     The pixels of each patch of the target are normalised by their own mean and deviation, the variant of the published
-    results (table 1d).
-    """
+    results (table 1d)."""
     var, mean = torch.var_mean(target, 2, keepdim=True)
     target = (target - mean) / (var + 1e-6).sqrt()
     return ((pixels - target).square().mean(2) * removed).sum() / removed.sum()

@@ -22,7 +22,7 @@ from eagleray.models.queue import Queue
 
 
 class MoBY(Method):
-    """Both views are queries and keys, with a queue for each. Only the online network uses drop path."""
+    """Both views are queries and keys, with one queue of keys for each view. Only the online network uses drop path."""
 
     views = (2, 2)
     pooled_only = True
@@ -39,17 +39,17 @@ class MoBY(Method):
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum
-        # The authors keep the biases beside the batch norm.
+        # As in the authors' code, linear layers before a batch norm have biases.
         self.online = Encoder(backbone, mlp([backbone.dim, hidden, dim], norm=True, bias=True))
         self.predictor = mlp([dim, hidden, dim], norm=True, bias=True)
         self.target = ema_copy(self.online)
         self.queue1, self.queue2 = Queue(dim, queue), Queue(dim, queue)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One call per view: batch norm must not mix the two.
+        # The heads run once per view, as their batch norm must not mix views.
         q1, q2 = (unit(self.predictor(z)) for z in self.online.each(batch.views))  # (B, C)
         with torch.no_grad():
-            # By the step, which a checkpoint keeps; the authors' own counter starts again in a continued run.
+            # The momentum follows from the step, which a checkpoint keeps; in the authors' code a restart resets it.
             ema_update(self.target, self.online, self.momentum(at))
             k1, k2 = (unit(z) for z in self.target.each(batch.views))  # (B, C)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))

@@ -40,7 +40,7 @@ class MoCo(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         symmetric: bool = False,  # both directions, each with its own queue (v2+)
-        norm_group: PositiveInt | None = None,  # images that share batch statistics, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.symmetric, self.norm_group = temperature, momentum, symmetric, norm_group
@@ -54,7 +54,8 @@ class MoCo(Method):
         pairs = [(x1, x2), (x2, x1)] if self.symmetric else [(x1, x2)]
         q = [unit(self.f_q([x])) for x, _ in pairs]  # (B, C)
         with torch.no_grad():
-            # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
+            # The update comes here as in the authors' code; after the optimiser, as in algorithm 1, the weights are the
+            # same.
             ema_update(self.f_k, self.f_q, self.momentum(at))
             k = [self.keys(x, batch, at) for _, x in pairs]  # (B, C)
         scores = [logits(*qkn, self.temperature) for qkn in zip(q, k, [n.keys for n in self.queues], strict=True)]
@@ -65,7 +66,7 @@ class MoCo(Method):
         return {"loss": loss, "gain": math.log(scores[0].shape[1]) - loss / len(scores)}
 
     def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Return the unit keys (B, C) of a view, encoded in a shuffled order where batch norm is over groups."""
+        """Return the unit keys (B, C) of a view. With `norm_group`, the encoder sees it in a shuffled order."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.draw)
         return unshuffle(unit(self.f_k([x])))
 

@@ -57,7 +57,8 @@ class MoCoV3(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         q1, q2 = self._outputs(self.base_encoder, self.predictor, batch.views)  # (B, C)
         with torch.no_grad():
-            # Here as in the authors' code; after the optimiser, as in the listing, the weights would be the same.
+            # The update comes here as in the authors' code; after the optimiser, as in algorithm 1, the weights are the
+            # same.
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
             k1, k2 = self._outputs(self.momentum_encoder, nn.Identity(), batch.views)  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)
@@ -68,7 +69,7 @@ class MoCoV3(Method):
         if self.joint_norm:
             joint: Tensor = head(encoder(views))
             return joint.chunk(len(views))
-        return each_view(head, encoder.each(views))  # batch norm must not mix the two
+        return each_view(head, encoder.each(views))  # batch norm must not mix two views
 
     def export(self) -> Backbone:
         return self.base_encoder.backbone

@@ -23,14 +23,14 @@ from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
 from eagleray.models.tokens import Hidden, drops_patches, maskable, take
 from eagleray.views.colours import colours
 
-MOST_CHANNELS = 5  # five channels have 32,768 colours
+MOST_CHANNELS = 5  # 8**5 = 32,768 colours
 
 
 class MPP(Method):
-    """The encoder sees all positions, some of them corrupted; a linear layer predicts the colour of those."""
+    """The encoder sees all positions, some of them corrupted; a linear layer predicts the colours of corrupted ones."""
 
     views = (1, 1)
-    mean: Tensor  # (3, 1, 1) of the pixels, before views were normalised
+    mean: Tensor  # (3, 1, 1) pixel mean with which views are normalised
     std: Tensor
 
     def __init__(
@@ -67,7 +67,7 @@ class MPP(Method):
         shares = self.corrupted, self.masked, self.exchanged
         drawn = corrupt(grid, shares, batch.rows, at.draw, x.device)
         f = backbone(x, Hidden(drawn.mask, self.mask_token, drawn.source))
-        self.encoder.head(f.pooled)  # changes nothing; the run's monitor reads the features there
+        self.encoder.head(f.pooled)  # an identity, through which the run's monitor reads the features
         target = mean_colours(x, grid, self.mean, self.std)  # (B, N)
         scores = self.predictor(take(f.patches, drawn.places))  # (B, n, C)
         return {"loss": mpp_loss(scores, target.gather(1, drawn.places))}
@@ -87,5 +87,5 @@ class MPP(Method):
 
 @in_float32
 def mpp_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the scores (B, n, C) of colours and the right ones (B, n)."""
+    """Return the mean cross-entropy of scores (B, n, C) over colours with the right colours (B, n)."""
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())

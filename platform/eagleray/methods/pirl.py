@@ -24,7 +24,10 @@ from eagleray.models.queue import Bank, draw_negatives
 
 
 class PIRL(Method):
-    """The vector of the first view, and that of nine patches of the second, find the image's own row of a bank."""
+    """Contrastive learning with a memory bank of one vector per image.
+
+    The vectors of the first view and of nine shuffled patches of the second are each trained to be more similar to the
+    image's own row of the bank than to K random rows of other images."""
 
     views = (2, 2)
     pooled_only = True

@@ -22,7 +22,7 @@ from eagleray.models.heads import mlp
 
 
 class PixPro(Method):
-    """The pixel-to-propagation consistency of two views and, on request, BYOL's loss of whole images beside it."""
+    """The pixel-to-propagation consistency of two views and, with `instance_weight`, BYOL's loss of whole images."""
 
     views = (2, 2)
     needs_boxes = True
@@ -34,7 +34,7 @@ class PixPro(Method):
         dim: PositiveInt = 256,
         hidden: PositiveInt = 4096,
         sharpness: Annotated[float, Field(ge=1)] = 2.0,  # the exponent gamma of similarities
-        distance: PositiveFloat = 0.7,  # two patches closer than this, in diagonals of the larger patch, are a pair
+        distance: PositiveFloat = 0.7,  # largest distance of a pair's centres, in diagonals of the larger patch
         momentum: Schedule = Schedule(value=0.99, end=1.0),
         instance_weight: NonNegativeFloat = 0.0,  # the weight of the loss of whole images; 0: no heads for it
     ) -> None:
@@ -51,7 +51,7 @@ class PixPro(Method):
         x1, x2 = self.online.patch_head(f1.patches), self.online.patch_head(f2.patches)  # (B, N, C)
         y1, y2 = (propagate(x, self.transform(x), self.sharpness) for x in (x1, x2))
         with torch.no_grad():
-            # Here as in the authors' code, so that the targets are of the weights that the last step has left.
+            # The update comes before the targets, as in the authors' code, so they use the weights after the last step.
             ema_update(self.target, self.online, self.momentum(at))
             g1, g2 = self.target.features(batch.views)
             t1, t2 = self.target.patch_head(g1.patches), self.target.patch_head(g2.patches)
@@ -60,7 +60,7 @@ class PixPro(Method):
         pixel = consistency(y1, t2, pairs) + consistency(y2, t1, pairs.mT)
         if self.predictor is None:
             return {"loss": pixel}
-        # As in the authors' code: heads act on patches, and only what they return is averaged.
+        # As in the authors' code, heads act on each patch, and their outputs are averaged.
         p1, p2 = (self.predictor(self.online.instance_head(f.patches)).mean(1) for f in (f1, f2))  # (B, C)
         with torch.no_grad():
             z1, z2 = (self.target.instance_head(g.patches).mean(1) for g in (g1, g2))
@@ -84,7 +84,7 @@ class _PatchMLP(nn.Module):
 
 
 class _Encoder(Encoder[nn.Identity]):
-    """A backbone with a head for its patches and, for the loss of whole images, another one."""
+    """A backbone with a head for its patches and, for the loss of whole images, a second head."""
 
     def __init__(self, backbone: Backbone, dim: int, hidden: int, *, instances: bool) -> None:
         super().__init__(backbone, nn.Identity())
@@ -95,7 +95,7 @@ class _Encoder(Encoder[nn.Identity]):
         """Return the features of each view."""
         out = self.backbone.each(views)
         for f in out:
-            self.head(f.pooled)  # changes nothing; the run's monitor reads the features there
+            self.head(f.pooled)  # an identity, through which the run's monitor reads the features
         return out
 
 
@@ -110,7 +110,7 @@ def propagate(x: Tensor, g: Tensor, sharpness: float) -> Tensor:
 def consistency(y: Tensor, t: Tensor, pairs: Tensor) -> Tensor:
     """Return minus twice the mean cosine of the pairs of an image (B, N, M), averaged over images.
 
-    y (B, N, C) and t (B, M, C) are patches of two views. An image whose views share no place counts as 0."""
+    y (B, N, C) and t (B, M, C) are patches of two views. An image without pairs counts as 0."""
     cosines = unit(y) @ unit(t).mT
     return -2 * ((cosines * pairs).sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)).mean()
 
@@ -119,7 +119,7 @@ def near(boxes: Tensor, grids: tuple[tuple[int, int], tuple[int, int]], distance
     """Return A (B, N, M): 1 for two patches whose centres are closer in the image than `distance` diagonals of the
     larger patch, 0 for others. The views have these boxes (2, B, 4) and grids.
 
-    Places are shares of the image's width and height, as in the authors' code, whatever its aspect ratio."""
+    Coordinates are shares of the image's width and height, as in the authors' code, whatever its aspect ratio."""
     (c1, diagonal1), (c2, diagonal2) = map(centres, boxes, grids)
     far = apart(c1, c2)
     return (far < distance * torch.maximum(diagonal1, diagonal2)[:, None, None]).to(far.dtype)

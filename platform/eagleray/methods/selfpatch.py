@@ -26,8 +26,7 @@ class SelfPatch(Method):
     """DINO on the class attention's output for an image, and the same loss between each patch and its neighbours.
 
     A patch of the student predicts the class attention's output for the teacher's neighbouring patches. The first two
-    views are the large crops.
-    """
+    views are the large crops."""
 
     views = (2, 100)
     center: Tensor  # (K,)
@@ -68,7 +67,7 @@ class SelfPatch(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         images, tau_t, tau_s = len(batch.views[0]), self.teacher_temp(at), self.student_temp
-        f = self.student.features(batch.views)  # one part for the views of each size
+        f = self.student.features(batch.views)  # one part for consecutive views of one size
         with torch.no_grad():
             g = self.teacher.features(batch.views if self.crops == "all" else batch.views[:2])
             t = Scores(self.teacher.images(g), self.teacher.head.last.weight)
@@ -78,7 +77,8 @@ class SelfPatch(Method):
         large = t._replace(z=t.z[: 2 * images])
         loss = H(large, s, match_views(large, s, images), self.center, tau_t, tau_s)
         stats = assignment_stats(large, self.center, tau_t)
-        # After the loss. Unlike in DINO, the mean includes the small crops where the teacher sees them.
+        # The loss above uses the centre of the previous steps, so the centre is updated after it. Unlike in DINO, its
+        # mean includes the small crops if the teacher gets them (crops=all).
         update_center(self.center, t, batch.rows, self.center_momentum)
 
         p_t, p_s = patch_scores(t_parts, self.teacher.patch_head), patch_scores(s_parts, self.student.patch_head)

@@ -71,7 +71,7 @@ class SelfPatchMoBY(Method):
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         f = self.online.backbone.each(batch.views)
-        # One call per view: batch norm must not mix the two.
+        # The heads run once per view, as their batch norm must not mix views.
         q1, q2 = (unit(self.predictor(self.online.images([x]))) for x in f)  # (B, C)
         s = self.online.patches(f)  # 2 x (B, N, d)
         with torch.no_grad():

@@ -37,11 +37,11 @@ class SimCLR(Method):
         super().__init__()
         self.temperature = temperature
         widths = [backbone.dim] + [hidden] * (layers - 1) + [dim]
-        # The paper's projector has no batch norm; the authors' code, which its numbers come from, has it in all layers.
+        # The paper's projector has no batch norm; the authors' code, the source of its numbers, has it in all layers.
         self.encoder = Encoder(backbone, mlp(widths, norm=True, last_norm=True))
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        # One forward for both views, as in the authors' code: batch norm in the projector sees all crops together.
+        # Both views share a forward pass, as in the authors' code: batch norm in the projector sees all crops together.
         z1, z2 = self.encoder(batch.views).chunk(2)  # (B, C)
         loss = nt_xent(z1, z2, self.temperature, batch.rows)
         return {"loss": loss, "gain": math.log(2 * sum(batch.rows) - 1) - loss}
@@ -53,7 +53,7 @@ class SimCLR(Method):
 def nt_xent(z1: Tensor, z2: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
     """Return the mean of equation 1 over anchors (B, C) of two views, each against the other 2N - 1 crops."""
     z1, z2 = unit(z1), unit(z2)
-    # With gradient: a crop is a negative of other ranks' crops too, and learns from that.
+    # Gradients pass through the gathering, because a crop also learns as a negative of other ranks' crops.
     others = torch.cat([dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)])  # (2N, C)
     n = sum(rows)
     i = torch.arange(len(z1), device=z1.device) + dist.offset(rows)

@@ -24,11 +24,11 @@ from eagleray.models.queue import Queue
 
 
 class SwAV(Method):
-    """Only the first two views, the full-resolution crops, are assigned to prototypes; other views predict them."""
+    """Only the first two views, the full-resolution crops, are assigned to prototypes; other views predict those."""
 
     views = (2, 100)
     pooled_only = True
-    queues: Sequence[Queue]  # one for each full-resolution crop, or empty
+    queues: Sequence[Queue]  # one queue for each full-resolution crop; empty without a queue
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SwAV(Method):
         temperature: PositiveFloat = 0.1,
         epsilon: PositiveFloat = 0.05,
         iterations: PositiveInt = 3,
-        queue: NonNegativeInt = 0,  # number of features that are kept of each full-resolution crop; 0: no queue
+        queue: NonNegativeInt = 0,  # features kept for each full-resolution crop; 0: no queue
         queue_start: float = 15.0,  # epochs before the queue begins to fill
         freeze_prototypes: NonNegativeInt = 313,  # steps; the default is the paper's first epoch, at 4096 images a step
     ) -> None:
@@ -50,7 +50,7 @@ class SwAV(Method):
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
         self.queue, self.queue_start, self.freeze_prototypes = queue, queue_start, freeze_prototypes
         widths = [backbone.dim] + [hidden] * (layers - 1) + [dim]
-        # The authors keep the biases beside the batch norm.
+        # As in the authors' code, linear layers before a batch norm have biases.
         self.encoder = Encoder(backbone, mlp(widths, norm=norm, bias=True))
         self.prototypes = nn.Linear(dim, prototypes, bias=False)
         self.queues = nn.ModuleList(Queue(dim, queue) for _ in range(2) if queue)  # type: ignore[assignment]
@@ -89,8 +89,7 @@ class SwAV(Method):
 def swapped_loss(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
     """Return the mean of H(q_i, softmax(s_v / tau)) over images and pairs of views i != v.
 
-    q are the assignments (B, K) of the first views, s the scores (B, K) of all views.
-    """
+    q are the assignments (B, K) of the first views, s the scores (B, K) of all views."""
     log_p = [F.log_softmax(sv / tau, dim=1) for sv in s]
     loss = torch.zeros((), device=s[0].device)
     for i, qi in enumerate(q):

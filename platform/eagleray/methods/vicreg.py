@@ -29,7 +29,7 @@ class VICReg(Method):
         *,
         dim: PositiveInt = 8192,
         hidden: PositiveInt = 8192,
-        # The weights go with the authors' code, which the published numbers come from: it takes means over channels and
+        # The weights fit the authors' code, which the published numbers come from: it takes means over channels and
         # views where equations 5 and 6 of the paper have sums.
         invariance: PositiveFloat = 25.0,
         variance: PositiveFloat = 25.0,
@@ -52,8 +52,7 @@ class VICReg(Method):
 def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance (equations 5, 1 and 4) of embeddings (B, C), the same on every rank.
 
-    Each term is computed over the N rows of all ranks. `eps` is added to the variances.
-    """
+    Each term is computed over the N rows of all ranks. `eps` is added to the variances."""
     z1, z2 = dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)  # (N, C)
     s = F.mse_loss(z1, z2)
     v = (variance_hinge(z1, eps) + variance_hinge(z2, eps)) / 2
@@ -69,8 +68,7 @@ def variance_hinge(z: Tensor, eps: float) -> Tensor:
 def covariance_penalty(z: Tensor) -> Tensor:
     """Return the sum of the squared covariances of every two channels of z (N, C), divided by C.
 
-    z is the same on all ranks, and each computes the covariances of its share of the channels with all others.
-    """
+    z is the same on all ranks; each rank computes the covariances of its share of the channels with all others."""
     z = z - z.mean(0)
     own = range(z.shape[1])[dist.rank() :: dist.size()]
     cov = z[:, own.start :: own.step].T @ z / (len(z) - 1)  # (C / ranks, C)

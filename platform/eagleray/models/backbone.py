@@ -33,7 +33,7 @@ Head = TypeVar("Head", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The arguments that let the models of a timm module take any crop size.
+# Arguments, by timm module, with which its models take images of any size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
 ANY_SIZE |= {"swin_transformer": {"strict_img_size": False}}
 # Arguments of timm.create_model that name files or addresses, or change what is returned.
@@ -56,11 +56,11 @@ class Backbone(nn.Module):
     to timm, and for arguments that exclude each other."""
 
     model: Any  # the timm model
-    micro_batch: int | None = None  # images in one forward while training; None: all
+    micro_batch: int | None = None  # images in one forward pass while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
-    draw = 0  # the seed of the step, from which the boxes of rotary positions follow
-    merged: "Adapters | None" = None  # adapters of `backbone.lora` that its weights now include
-    held = False  # whether its weights stay as they are while other parts of a method are trained: `start.freeze`
+    draw = 0  # seed of the step, which determines the boxes of rotary positions
+    merged: "Adapters | None" = None  # adapters of `backbone.lora` that were added to its weights
+    held = False  # whether `start.freeze` keeps its weights while other parts of a method are trained
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Backbone(nn.Module):
             variants.set_position(self.model, name, position)
         if init == "mae":
             variants.init_mae(self.model)
-        if init != "timm" and stem == "timm":  # MoCo v3 leaves a stem of convolutions at PyTorch's initialisation
+        if init != "timm" and stem == "timm":  # MoCo v3 initialises a stem of convolutions as PyTorch does
             variants.init_patch(self.model.patch_embed.proj)
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
@@ -99,7 +99,7 @@ class Backbone(nn.Module):
             if freeze_patch or stem == "conv":
                 other = "freeze_patch=true" if freeze_patch else "stem=conv"
                 raise UserError(f"backbone.patch_norm={patch_norm}: none is trained with backbone.{other}")
-            if patch_norm == "weight":  # this comes after the initialisation, which it keeps
+            if patch_norm == "weight":  # after the initialisation, which weight norm keeps
                 nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
@@ -187,31 +187,33 @@ class Backbone(nn.Module):
         return self._split(self._run([images], hidden=hidden)[0], images)
 
     def _run(self, images: Sequence[Tensor], *, pooled: bool = False, hidden: Hidden | None = None) -> list[Tensor]:
-        """Return the output of the model's `forward_features` for images of one size or, where it packs, of several.
+        """Return the outputs of the model's `forward_features` for images of one size or, if it packs, of several.
 
-        With `pooled` the output may be the class token alone. Evaluations take whole outputs, as timm computes them."""
+        With `pooled`, a model in training may return the class token alone."""
         run = outputs
         if self.compiled and self.training:
             run = compile_once(outputs)
-            if fill := getattr(self.model, "fill_layouts", None):  # EsViT's Swin
-                fill(images)  # the compiler would take what a trace fills in for a change
+            if fill := getattr(self.model, "fill_layouts", None):  # of EsViT's Swin
+                fill(images)  # otherwise a trace fills them in, which the compiler takes for a change
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden, self._turns(images, hidden))
 
     def _turns(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor] | None:
-        """Return the rotations of the patches of images (B, 3, S, S) of several sizes, of a model that has such
-        positions. Evaluations leave them to timm. They are no part of what is compiled, as every step draws anew."""
+        """Return the rotations of the patches of images (B, 3, S, S) of each size; None without rotary positions.
+
+        In evaluations timm computes them, without hidden patches. Every step draws anew, so they are not compiled."""
         if not (self.training or hidden) or not hasattr(self.model, "rope"):
             return None
-        from eagleray.models.rotary import rotary, rotations  # most models have no such positions
+        from eagleray.models.rotary import rotary, rotations  # imported here, as most models have no rotary positions
 
         if not rotary(self.model):
             return None
         return [rotations(self.model, self.patch_grid(x), self.draw) for x in images]
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
-        """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`. Raises
-        UserError for a model whose tokens do not lie on a grid."""
+        """Return the features of images (B, 3, H, W) from the output of the model's `forward_features`.
+
+        Raises UserError for a model whose tokens do not lie on a grid."""
         pooled = self.model.forward_head(out, pre_logits=True)
         if not isinstance(out, Tensor):
             raise self._no_grid()
@@ -229,7 +231,7 @@ class Backbone(nn.Module):
         UserError for a model that does not embed patches."""
         embed: Any = getattr(self.model, "patch_embed", None)
         height, width = images.shape[2:]
-        if hasattr(embed, "dynamic_feat_size"):  # of a hybrid these are the cells of a CNN's map
+        if hasattr(embed, "dynamic_feat_size"):  # a hybrid's patches are the cells of a CNN's map
             rows, columns = embed.dynamic_feat_size((height, width))
             return rows, columns
         size = getattr(embed, "patch_size", None)
@@ -258,14 +260,14 @@ class Backbone(nn.Module):
 
     def _grids(self, images: Tensor, parts: Parts) -> tuple[Tensor, ...]:
         with stage_outputs(modules(self.model, parts)) as seen:
-            # Not compiled, because its hooks are new each time.
+            # This is not compiled, because the hooks are new in each call.
             [whole] = outputs(self.model, [images], False, None, self._turns([images]))
         flat, out = whole.ndim == 3, self._split(whole, images)
         if any((x.ndim == 3) is not flat for x in seen):
             name = type(self.model).__name__
             raise UserError(f"backbone.name: the {parts} of {name} return tokens without the grid on which they lie")
         h, w = out.grid
-        if flat:  # a ViT's, all on one grid
+        if flat:  # tokens of a ViT, all on one grid
             tokens = [x[:, -h * w :] for x in seen[:-1]] + [out.patches]
             return out.pooled, *(x.mT.unflatten(2, out.grid) for x in tokens)
         last = getattr(self.model, "stage_fmt", getattr(self.model, "output_fmt", "NCHW")) == "NHWC"
@@ -295,8 +297,10 @@ class Backbone(nn.Module):
 def outputs(
     model: Any, images: list[Tensor], class_token: bool, hidden: Hidden | None, turns: list[Tensor] | None
 ) -> list[Tensor]:
-    """Return the output of a model's layers for images (B, 3, S, S) of one size or, in one forward, of several: all
-    tokens, or the class token alone. Patches of the images of the first size may be hidden. `turns` are rotations."""
+    """Return the outputs of a model's layers for images (B, 3, S, S) of one size or, in one forward pass, of several.
+
+    They are all tokens or, with `class_token`, that one. Patches of images of the first size may be `hidden`. `turns`
+    are rotations."""
     if turns is not None:
         from eagleray.models.rotary import rotary_features
 
@@ -310,9 +314,9 @@ def outputs(
 
 @cache
 def compile_once(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function compiled, the same one for all backbones; it is compiled for each model and each list of sizes.
+    """Return a function compiled, the same for all backbones: it is compiled for each model and list of image sizes.
 
-    Only a backbone that trains compiled asks for it, as the compiler takes seconds to import."""
+    Only a backbone that is compiled calls this, as importing the compiler takes seconds."""
     return torch.compile(function, dynamic=False)
 
 
@@ -346,13 +350,14 @@ class Encoder(nn.Module, Generic[Head]):
 
 
 def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
-    """Return the `Encoder` inside a module whose backbone is this object."""
+    """Return the `Encoder` in a module that has this backbone."""
     return next(m for m in module.modules() if isinstance(m, Encoder) and m.backbone is backbone)
 
 
 def check_option(name: str) -> None:
-    """Raises UserError for a name that `backbone.options` cannot have: one that is no argument of a function, and one
-    with which timm would read a file or make a request."""
+    """Raises UserError for a name that `backbone.options` cannot have.
+
+    That is one which cannot be an argument of a function, or with which timm would read a file or make a request."""
     if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
         raise UserError(f"backbone.options: {name!r} is no option; expected an argument of the model, such as img_size")
 
@@ -363,8 +368,7 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
     `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` are
     arguments for timm that eagleray chooses; `options` are the user's, and replace them.
 
-    Raises UserError for a name, a key or an option that does not fit.
-    """
+    Raises UserError for a name, a key or an option that does not fit."""
     base = name.partition(".")[0]
     if not timm.is_model(base):
         register_ours()

@@ -1,7 +1,7 @@
-"""Batch norms over more or less than the rows of one device: over those of all ranks, and over groups of images, with
-keys in another order than queries (He et al. 2019, arXiv:1911.05722, section 3.3), alike for any number of ranks.
+"""Batch norms over the rows of all ranks, or over groups of images.
 
-B images, C channels.
+With groups, keys are normalised in another order than queries (He et al. 2019, arXiv:1911.05722, section 3.3). Results
+are the same for any number of ranks. B images, C channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 
-KERNELS = ("cuda", "xpu")  # the devices, of NVIDIA and AMD, and of Intel, that have kernels for PyTorch's layer
+KERNELS = ("cuda", "xpu")  # device types with kernels for PyTorch's SyncBatchNorm, of NVIDIA and AMD, and of Intel
 
 
 class PortableSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -48,10 +48,9 @@ OVER_RANKS = (PortableSyncBatchNorm, nn.SyncBatchNorm)
 def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
     """Turn every batch norm of a module, in place, into one over all ranks, with the same weights and buffers.
 
-    Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d on a device other than those of KERNELS.
-    """
+    Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d on a device other than those of KERNELS."""
     if device.type in KERNELS:
-        return convert_sync_batchnorm(module)  # timm's, which keeps the activations of its own batch norms
+        return convert_sync_batchnorm(module)  # timm's function keeps the activations of its own batch norms
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
             raise UserError(
@@ -59,7 +58,7 @@ def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
                 f"{' and '.join(KERNELS)} devices only"
             )
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
-            child.__class__ = PortableSyncBatchNorm  # type: ignore[assignment]  # the same parameters and buffers, another forward
+            child.__class__ = PortableSyncBatchNorm  # type: ignore[assignment]  # only `forward` changes
     return module
 
 
@@ -68,12 +67,13 @@ class _NormEach(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what x (V, B, C) becomes, the means and variances (V, C), and the number of rows of a view."""
+        """Return x (V, B, C) normalised, the means and variances (V, C), and the number of rows of a view, all
+        ranks'."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = wide.mean(1)  # (V, C)
         sums = torch.stack([own, (wide - own.unsqueeze(1)).square().sum(1)])
         row = torch.cat([sums.flatten(), sums.new_full((1,), wide.shape[1])])
-        rows = dist.gather(row.unsqueeze(0), (1,) * dist.size())  # each rank has one
+        rows = dist.gather(row.unsqueeze(0), (1,) * dist.size())  # one row of each rank
         counts, (means, squares) = rows[:, -1:].unsqueeze(2), rows[:, :-1].view(-1, *sums.shape).unbind(1)
         n = counts.sum()
         mean = (counts * means).sum(0) / n
@@ -99,10 +99,9 @@ class _NormEach(torch.autograd.Function):
 
 
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
-    """Return a head's output for each of its inputs (B, C), by whose own statistics batch norm normalises them.
+    """Return a head's output for each of its inputs (B, C); its batch norms use the statistics of each input alone.
 
-    Where it does so over all ranks, a layer exchanges the statistics of all inputs at once.
-    """
+    Batch norms over all ranks exchange the statistics of all inputs at once."""
     together = len(views) > 1 and head.training and dist.size() > 1 and isinstance(head, nn.Sequential)
     if not together or not any(isinstance(layer, OVER_RANKS) for layer in head):  # type: ignore[attr-defined]
         return [head(x) for x in views]
@@ -110,7 +109,7 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
     for layer in head:  # type: ignore[attr-defined]
         x = _norm_each(layer, x, len(views)) if isinstance(layer, OVER_RANKS) else layer(x)
     outs = list(x.chunk(len(views)))
-    for hook in head._forward_hooks.values():  # those of the monitor, as if the head had been called for each view
+    for hook in head._forward_hooks.values():  # the monitor's hooks expect one call for each view
         for view, out in zip(views, outs, strict=True):
             hook(head, (view,), out)
     return outs
@@ -134,11 +133,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """Batch norm with separate statistics for each `group` consecutive images; in the paper a group is one GPU's batch.
 
     A group may be spread over several ranks with equally many images. It is not a subclass of PyTorch's `_BatchNorm`,
-    which would be synchronised over all ranks.
-    """
+    which would be synchronised over all ranks."""
 
-    group: int  # images; the last group of a batch may be smaller
-    images: int | None = None  # this rank's images, where each has several consecutive rows; None: one row each
+    group: int  # images per group; the last group of a batch may be smaller
+    images: int | None = None  # number of this rank's images if each has several consecutive rows; None: one row each
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -159,13 +157,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         return torch.cat(out)
 
     def _over_ranks(self, x: Tensor, group: int) -> Tensor:
-        """Normalise x (B, C, ...) where each group consists of the rows of `group / B` neighbouring ranks."""
+        """Normalise x (B, C, ...) if each group consists of all rows of `group / B` consecutive ranks."""
         shape = (1, -1) + (1,) * (x.dim() - 2)
         own, groups = dist.rank() * len(x) // group, dist.size() * len(x) // group
         count = group * x[0, 0].numel()
 
         def means(values: Tensor) -> Tensor:
-            """Return the means (G, C) over the images and places of every group."""
+            """Return the means (G, C) over all images and positions of each of G groups."""
             sums = values.transpose(0, 1).flatten(1).sum(1)[None]
             return dist.total_with_grad(F.pad(sums, (0, 0, own, groups - own - 1))) / count
 
@@ -197,30 +195,28 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
     """Turn every batch norm of a module, in place, into one over groups of images, with the same weights and buffers.
 
     `group` is the number of images in a group; None changes nothing. Raises UserError for a kind of batch norm other
-    than PyTorch's 1d and 2d.
-    """
+    than PyTorch's 1d and 2d."""
     if group is None:
         return
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             if type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
                 raise UserError(f"method.norm_group={group}: the backbone's {type(child).__name__} cannot be grouped")
-            child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # another forward, the same parameters
+            child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # only `forward` is another
             child.group = group  # type: ignore[assignment]
 
 
 def count_images(module: nn.Module, images: int) -> None:
-    """Tell the grouped batch norms of a module how many images this rank has in a step whose images have several rows.
+    """Tell the grouped batch norms of a module how many images this rank has, whose inputs have several rows per image.
 
-    It holds until the next call, so also when activations are computed again in the backward pass.
-    """
+    It holds until the next call, so that it also holds when the backward pass computes activations again."""
     for child in module.modules():
         if isinstance(child, GroupedBatchNorm):
             child.images = images
 
 
 def check_groups(group: int, rows: tuple[int, ...]) -> None:
-    """Check that every rank has whole groups, or every group whole ranks with equally many rows. Raises UserError."""
+    """Raises UserError unless every rank has whole groups, or every group whole ranks with equally many rows."""
     counts = sorted(set(rows))
     if any(n % group for n in rows) and not (len(counts) == 1 and group % counts[0] == 0 == sum(rows) % group):
         given = ", ".join(map(str, counts))
@@ -235,12 +231,11 @@ def shuffle(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
 
-    With `group` None the order does not matter and is unchanged. Raises UserError when groups do not fit the rows.
-    """
+    With `group` None the order does not matter and is unchanged. Raises UserError when groups do not fit the rows."""
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)
-    generator = torch.Generator(x.device).manual_seed(seed)  # a copy from the host would wait
+    generator = torch.Generator(x.device).manual_seed(seed)  # on the device, as a copy from the host would wait
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

@@ -1,4 +1,4 @@
-"""What a backward pass computes again instead of keeping: the inside of each block, or the features of a micro-batch.
+"""What a backward pass recomputes instead of keeping: the inside of each block, or the features of a micro-batch.
 
 Activation checkpointing keeps only the input of a block (Chen et al. 2016, arXiv:1604.06174). Micro-batches run a
 network on a few images at a time and give the gradient of the whole batch (Gao et al. 2021, arXiv:2101.06983).
@@ -18,18 +18,17 @@ from eagleray.models.stages import blocks
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a timm model keep only its input where gradients are computed.
+    """Let every block of a timm model keep only its input when gradients are computed.
 
-    Gradients and buffers stay equal to the bit: a block draws the same random numbers again, and batch norm counts a
-    batch once. Raises UserError for a model without stages or blocks.
-    """
+    Gradients and buffers are bit-identical: a block draws the same random numbers again, and batch norm counts a batch
+    once. Raises UserError for a model without stages or blocks."""
     for block in blocks(model):
-        # Of the object, not around it: parameters keep their names, and a copy of the network has its own.
+        # The method is replaced, not the block wrapped: parameters keep their names, and a copy of the network works.
         block.forward = types.MethodType(_forward, block)  # type: ignore[method-assign]
 
 
 def without_checkpoints(claim: Callable[[nn.Module], bool], block: nn.Module) -> bool:
-    """Return whether a claim about a block holds when the block is taken without `checkpoint_blocks`."""
+    """Return what `claim` returns for a block whose `checkpoint_blocks` is undone during the call."""
     own: Any = vars(block).get("forward")
     if getattr(own, "__func__", None) is not _forward:
         return claim(block)
@@ -51,7 +50,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a block's forward pass and of its repetition."""
+    """Return the contexts of a block's forward pass and of its recomputation."""
     return nullcontext(), _copied_buffers(norms)
 
 
@@ -70,11 +69,10 @@ def _copied_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def micro_batched(f: Callable[..., Any], x: Tensor, size: int | None, *more: Tensor) -> Any:
-    """Return f(x, *more) for tensors (B, ...), computed on at most `size` rows at once; with None, on all rows at once.
+    """Return f(x, *more) for tensors (B, ...), computed on at most `size` rows at a time; None: on all rows at once.
 
-    f returns a tensor (B, ...), or a tuple of such tensors and of constants. The memory needed is that of one
-    micro-batch and of all outputs; the backward pass costs one more forward.
-    """
+    f returns a tensor (B, ...), or a tuple of such tensors and of constants. Memory is needed for one micro-batch and
+    for all outputs; the backward pass costs one more forward pass."""
     if size is None or len(x) <= size:
         return f(x, *more)
     # Without gradients there is no backward pass to recompute for.

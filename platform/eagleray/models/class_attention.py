@@ -64,7 +64,7 @@ class _Block(nn.Module):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.q(u[:, :1]), self.k(u), self.v(u))
         )  # (n, H, 1 or 1 + N, D / H)
-        # Not PyTorch's attention: its kernels limit the number of sets to fewer than a batch has patches.
+        # PyTorch's attention kernels are not used: they allow fewer sets than a batch has patches.
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # (n, H, 1, 1 + N)
         if mask is not None:
             scores = scores.masked_fill(~F.pad(mask, (1, 0), value=True)[:, None, None], -torch.inf)
@@ -77,7 +77,7 @@ class AggregationBackbone(Backbone):
     """A backbone whose pooled vector is the aggregation of all its patches."""
 
     def __init__(self, backbone: Backbone, heads: int) -> None:
-        nn.Module.__init__(self)  # not Backbone's, which would create another timm model
+        nn.Module.__init__(self)  # Backbone's `__init__` would create another timm model
         self.model, self.micro_batch = backbone.model, backbone.micro_batch
         self.dim, self.channels = backbone.dim, backbone.channels
         self.aggregation = Aggregation(backbone.dim, heads)

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def frozen_weights(net: nn.Module) -> list[Tensor]:
-    """Return the weights beside the adapters of a network's backbones, which no step changes."""
+    """Return the weights that no step changes: those of backbones with adapters, without the adapters."""
     adapted = [module for module in net.modules() if hasattr(module, "adapted")]
     return [p for module in adapted for name, p in module.named_parameters() if not in_adapter(name)]
 
@@ -27,13 +27,12 @@ def sharing_copy(net: M) -> M:
 
 
 def ema_copy(net: M) -> M:
-    """Return a copy of `net` that is not trained by gradients, has no dropout or drop path, sees every patch and takes
-    rotary positions as they are.
+    """Return a momentum copy of `net`, which gradients do not train.
 
-    It stays in training mode, so its batch norms use the statistics of the batch.
-    """
+    It has no dropout or drop path, sees every patch and does not change rotary positions. It stays in training mode, so
+    its batch norms use the statistics of the batch."""
     out = sharing_copy(net).requires_grad_(False)
-    out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # see momentum_copies
+    out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # for `momentum_copies`
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0
@@ -47,7 +46,7 @@ def ema_copy(net: M) -> M:
 
 
 def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return every momentum copy inside a module, each with the network that it follows."""
+    """Return all pairs of a momentum copy inside a module and the network that it follows."""
     return [(copy, copy.online_ref()) for copy in module.modules() if hasattr(copy, "online_ref")]  # type: ignore[operator]
 
 
@@ -55,17 +54,17 @@ def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     """Set the parameters of `target` to momentum * target + (1 - momentum) * online; buffers stay as they are.
 
-    A backbone in `target` that is held does not follow, nor does a parameter that both share."""
+    Parameters of backbones in `target` that are `held`, and those that both networks share, keep their values."""
     weight = 1.0 - momentum
     targets: list[Tensor] = list(target.parameters())
     onlines: list[Tensor] = list(online.parameters())
     held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
     follows = [t is not o and id(t) not in held for t, o in zip(targets, onlines, strict=True)]
     targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
-    if hasattr(target, "stored"):  # the sharded parameters: engine/sharded.py
+    if hasattr(target, "stored"):  # `stored` has the sharded parameters: engine/sharded.py
         mine, theirs = (local(compress(net.stored, follows)) for net in (target, online))  # type: ignore[arg-type]
         torch._foreach_lerp_(mine, theirs, weight)
-        # During a forward pass those that are gathered are copies, which are used until it ends.
+        # Parameters that FSDP has gathered for a forward pass are copies, used until it ends, so they are updated too.
         gathered = [not sharded(t) for t in targets]
         targets, onlines = (list(compress(params, gathered)) for params in (targets, onlines))
     if targets:
@@ -74,7 +73,7 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
 
 @torch.no_grad()
 def average(target: nn.Module, online: nn.Module, decay: float) -> None:
-    """Average parameters and batch norm's buffers, for a copy that does not run while training."""
+    """Average the parameters and batch norm's buffers, for an averaged copy that does not run while training."""
     ema_update(target, online, decay)
     pairs = list(zip(target.buffers(), online.buffers(), strict=True))
     if floats := [pair for pair in pairs if pair[0].is_floating_point()]:

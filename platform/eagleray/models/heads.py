@@ -13,8 +13,7 @@ def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = 
     """Build linear layers of these widths with ReLU between them.
 
     `norm` puts batch norm before each ReLU and leaves the biases out, unless `bias` keeps them (SwAV, MoBY).
-    `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo v3).
-    """
+    `last_norm` adds a batch norm without scale and shift at the end (SimCLR, MoCo v3)."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
         last = i == len(widths) - 2
@@ -29,8 +28,7 @@ def mlp(widths: list[int], *, norm: bool, last_norm: bool = False, bias: bool = 
 def drop_gradients(*modules: nn.Module) -> None:
     """Keep the parameters of modules unchanged in this step.
 
-    Their gradients become None, because weight decay would still change a parameter whose gradient is zero.
-    """
+    Their gradients become None, because weight decay would still change a parameter whose gradient is zero."""
     for p in (p for module in modules for p in module.parameters()):
         p.grad = None
 
@@ -58,8 +56,7 @@ class PrototypeHead(nn.Module):
     ) -> None:
         """`free_scale` trains the length of each prototype, which is 1 otherwise.
 
-        `layers` and `norm` (batch norm in the hidden layers) are there for the golden vectors of the authors' head.
-        """
+        `layers` and `norm` (batch norm in the hidden layers) serve tests against outputs of the authors' head."""
         super().__init__()
         widths = [dim] + [hidden] * (layers - 1) + [bottleneck]
         mlp: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
@@ -83,8 +80,7 @@ class PrototypeHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors z (B, bottleneck) of x (B, dim).
 
-        The scores (B, K) are `last(z)`. They are too many for memory, so losses compute them in chunks.
-        """
+        The scores (B, K) are `last(z)`. They are too many for memory, so losses compute them in chunks."""
         run = compiled_projection() if self.compiled and self.training else projection
         return run(self.mlp, x)
 
@@ -96,5 +92,5 @@ def projection(mlp: nn.Module, x: Tensor) -> Tensor:
 
 @cache
 def compiled_projection() -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return `projection` compiled, for any number of rows: those of hidden patches differ from step to step."""
+    """Return `projection`, compiled for any number of rows, because the number of hidden patches changes every step."""
     return torch.compile(projection)

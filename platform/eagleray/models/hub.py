@@ -1,5 +1,7 @@
-"""Files of the Hugging Face Hub: from its cache on this machine, or downloaded. Without a network an error comes at
-once, where the Hub's own client would try for a minute."""
+"""Files of the Hugging Face Hub, from its cache on this machine or downloaded.
+
+Without a network, an error comes within PATIENCE seconds; the Hub's own client would try for a minute.
+"""
 
 import urllib.error
 import urllib.request
@@ -15,15 +17,16 @@ from timm.models import PretrainedCfg
 from eagleray.base.errors import UserError, one_line
 from eagleray.base.threads import begin
 
-FILES = ("model.safetensors", "pytorch_model.bin")  # a repository has its weights in one of these
-PATIENCE = 5.0  # seconds in which the Hub has to answer
+FILES = ("model.safetensors", "pytorch_model.bin")  # a repository's weights are in one of these files
+PATIENCE = 5.0  # seconds to wait for an answer of the Hub
 TOKEN = "set HF_TOKEN to a token that may read it"
 
 
 def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
-    """Return the first of these files that a repository has. `repository` may end with `@` and a revision. Raises
-    UserError when there is none, the Hub does not answer or wants a token; it begins with `given`, the key and value of
-    a recipe."""
+    """Return the first of the files `names` that a repository has. `repository` may end with `@` and a revision.
+
+    Raises UserError when the repository has none, or the Hub does not answer or wants a token; the message begins with
+    `given`, the key and value of a recipe."""
     name, _, revision = repository.partition("@")
     try:
         for file in names:
@@ -49,8 +52,9 @@ def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
 
 
 def timm_overlay(cfg: PretrainedCfg | None, given: str) -> dict[str, Any]:
-    """Return the changes to the configuration of timm's pretrained weights with which they are read from a file that
-    `fetch` returned; none where timm has another way to get them. Raises UserError as `fetch` does."""
+    """Return changes to the configuration of timm's pretrained weights that let timm read a file from `fetch`.
+
+    They are empty if timm gets the weights in another way. Raises UserError as `fetch` does."""
     if cfg is None or cfg.file or not cfg.hf_hub_id or cfg.custom_load == "hf":
         return {}
     named = cfg.hf_hub_filename
@@ -59,7 +63,7 @@ def timm_overlay(cfg: PretrainedCfg | None, given: str) -> dict[str, Any]:
 
 
 def check_network(url: str, given: str) -> None:
-    """Raises UserError when the server of a URL does not answer within PATIENCE."""
+    """Raises UserError when the server of a URL does not answer within PATIENCE seconds, or HF_HUB_OFFLINE is set."""
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{given}: not in the Hub's cache on this machine, and HF_HUB_OFFLINE is set")
 
@@ -72,7 +76,7 @@ def check_network(url: str, given: str) -> None:
             return one_line(getattr(e, "reason", e))
         return ""
 
-    asked = begin(ask, "hub")  # looking up the name has no time limit of its own
+    asked = begin(ask, "hub")  # in a thread, as a name look-up has no time limit
     wait([asked], PATIENCE)
     if problem := asked.result() if asked.done() else "no answer":
         raise UserError(f"{given}: not in the Hub's cache on this machine, and {url} cannot be reached ({problem})")

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-TRUNK, HEADS = "trunk", "heads"  # the backbone's parameters outside its blocks, and those outside the backbone
-INPUT = ("patch_embed", "stem", "conv1")  # names of the layer that sees the pixels
+TRUNK, HEADS = "trunk", "heads"  # layers of parameters outside the backbone's blocks, and outside the backbone
+INPUT = ("patch_embed", "stem", "conv1")  # module names of the layer that sees the pixels
 _BACKBONE = "backbone.model."
 _LAYER = re.compile(
     rf"backbone\.model\.((?:blocks|stages|layers)[\d.]*(?:blocks)?[.\d]*\d|layer\d|{'|'.join(INPUT)})\b"
@@ -22,7 +22,7 @@ def in_adapter(parameter: str) -> bool:
 
 
 def layers_of(parameters: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Return the names of the layers, in the order of a forward pass, and for each parameter the index of its layer."""
+    """Return the names of the layers in the order of a forward pass, and the index of each parameter's layer."""
     names = []
     for parameter in parameters:
         match = _LAYER.search(parameter)

@@ -1,5 +1,4 @@
-"""The checkpoints that the authors of DINO, EsViT, iBOT, DINOv2, DINOv3, SelfPatch, MoCo v3 and MoBY store, recognised
-by their keys.
+"""Checkpoints of the authors of DINO, EsViT, iBOT, DINOv2, DINOv3, SelfPatch, MoCo v3 and MoBY, told by their keys.
 
 Tensors outside of backbones get the names that they have in eagleray's methods; those of a backbone keep the authors'
 names, which `weights.fill` reads.
@@ -22,10 +21,10 @@ class Layout(NamedTuple):
     """A checkpoint of a method, with eagleray's names."""
 
     authors: str  # the method whose authors use this layout
-    exported: str  # STUDENT or TEACHER: whose backbone they evaluate
+    exported: str  # the network whose backbone the authors evaluate: STUDENT or TEACHER
     backbones: dict[str, State]  # keys are STUDENT and TEACHER
     parts: State  # heads, predictors, centres and queues
-    heads: dict[str, int]  # attention heads by module, which the shapes do not show
+    heads: dict[str, int]  # number of attention heads by module, which the shapes do not tell
 
 
 def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
@@ -34,8 +33,9 @@ def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of DINO, EsViT, iBOT, DINOv2, DINOv3 or SelfPatch: a teacher, nearly always a student,
-    centres."""
+    """Return a checkpoint of DINO, EsViT, iBOT, DINOv2, DINOv3 or SelfPatch; None if it has no teacher.
+
+    It has a teacher, centres and nearly always a student."""
     if not tensors_in(_mapping(checkpoint, TEACHER)):
         return None
     states = {role: tensors_in(_mapping(checkpoint, role)) for role in (STUDENT, TEACHER)}
@@ -49,8 +49,8 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
     return Layout(_dino_authors(checkpoint, states[TEACHER]), TEACHER, backbones, parts, heads)
 
 
-# The names of heads, and those that eagleray's methods have for them. iBOT's layers of patches alone, the second ones,
-# belong to no method here: where patches share the head of images, they are the first ones again.
+# Maps the authors' names of heads to eagleray's. iBOT's layers for patches alone (IBOT_PATCHES) belong to no method
+# here: if patches share the head of images, they repeat its layers.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
 DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
 DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # SelfPatch's names
@@ -72,14 +72,16 @@ def _dino_authors(checkpoint: Mapping[str, Any], teacher: State) -> str:
 
 
 def _dino_backbone(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the backbone. EsViT's transformers have the heads among their own modules."""
+    """Yield the tensors of the backbone, without the heads, which EsViT's transformers have among their own modules."""
     for key, value in state.items():
         if not key.startswith(tuple(DINO_HEADS)):
             yield key.removeprefix("backbone."), value
 
 
 def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the heads. The prototypes are weight-normalised by PyTorch's older or newer function."""
+    """Yield the tensors of the heads under eagleray's names, without iBOT's layers for patches alone.
+
+    Weight-normalised prototypes get the names of PyTorch's newer function, also if they have the older ones."""
     for theirs, ours in DINO_HEADS.items():
         for key in (k for k in state if k.startswith(theirs) and not IBOT_PATCHES.search(k)):
             name = key.removeprefix(theirs)
@@ -89,7 +91,7 @@ def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def moco_v3(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoCo v3: two encoders with the projector at the place of the classifier."""
+    """Return a checkpoint of MoCo v3: two encoders, with the projector in place of the classifier. None for others."""
     state = tensors_in(_mapping(checkpoint, "state_dict"))
     encoders = {STUDENT: "base_encoder.", TEACHER: "momentum_encoder."}
     if not all(any(k.startswith(prefix) for k in state) for prefix in encoders.values()):
@@ -111,7 +113,7 @@ MOBY_HEADS = {"projector.": "student.head.", "projector_k.": "teacher.head.", "p
 
 
 def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoBY: two encoders, their projectors, a predictor and two queues with one position."""
+    """Return a checkpoint of MoBY: two encoders, their projectors, a predictor and two queues that share a position."""
     state = tensors_in(_mapping(checkpoint, "model"))
     if not {"queue1", "queue2", "queue_ptr"} <= state.keys() or state["queue_ptr"].numel() != 1:
         return None
@@ -125,9 +127,9 @@ def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def _moby_mlp(state: State) -> State:
-    """Return the tensors of an MLP by their position. Theirs begins with a module that does nothing."""
+    """Return the tensors of an MLP, named by their layer's index; 0 is a module of MoBY's that does nothing."""
     hidden = [int(m[1]) for k in state if (m := re.match(r"linear_hidden\.(\d+)\.", k))]
-    last = max(hidden, default=-1) + 1  # the ReLU before it has no tensors
+    last = max(hidden, default=-1) + 1  # the ReLU in front has no tensors
     named = {re.sub(r"^linear_hidden\.(\d+)", lambda m: str(int(m[1]) - 1), k): v for k, v in state.items()}
     return {re.sub(r"^linear_out", str(last), k): v for k, v in named.items()}
 
@@ -144,7 +146,7 @@ def _under(state: State, prefix: str) -> State:
 
 
 def _vit_heads(backbone: State, heads_of: Callable[[int], int | None]) -> dict[str, int]:
-    """Return the attention heads of a ViT's blocks, by module; none for other backbones and for unknown widths."""
+    """Return the number of attention heads of each block of a ViT; none for other backbones and unknown widths."""
     layers = {k.removesuffix(".qkv.weight"): v.shape[1] for k, v in backbone.items() if k.endswith(".attn.qkv.weight")}
     blocks = {name: heads_of(width) for name, width in layers.items() if name.startswith("blocks.")}
     return {name: heads for name, heads in blocks.items() if heads}

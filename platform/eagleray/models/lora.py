@@ -1,8 +1,8 @@
 """Low-rank adapters of a vision transformer's linear layers: LoRA (Hu et al. 2021, arXiv:2106.09685).
 
-A layer with weights W computes W x + (alpha / rank) B A x. Only A and B are trained. B starts at zero, so a run begins
-with the outputs of its start; A starts as PyTorch's linear layers do, like in the authors' code. Norms, biases and
-position tables keep their values too: what a run learns in its backbone is then A and B alone, and merges into W.
+A layer with weights W computes W x + (alpha / rank) B A x. Only A and B are trained. B starts at zero, so the first
+outputs are those of the starting weights; A starts like PyTorch's linear layers, as in the authors' code. Norms, biases
+and position tables are frozen too, so what a run changes in its backbone is A and B, which can be merged into W.
 """
 
 import copy
@@ -26,7 +26,7 @@ from eagleray.models.tensor_files import hash_tensors
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
-# The linear layers of a target, for models that divide one into several.
+# Layer names of each target, for models that divide it into several layers.
 PARTS = {"qkv": ("qkv", "q_proj", "k_proj", "v_proj"), "fc1": ("fc1", "fc1_g", "fc1_x")}
 
 
@@ -41,7 +41,9 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.b.weight)
 
     def add(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
-        """Return the layer's output y (..., D) for x (..., C) with the adapter's; `rows` are the channels of y."""
+        """Return a layer's output y (..., D) for x (..., C) plus the adapter's output.
+
+        If y has only some channels of the layer's output, `rows` says which."""
         low = self.a(x)
         return torch.add(y, self.b(low) if rows is None else F.linear(low, self.b.weight[rows]), alpha=self.scale)
 
@@ -49,7 +51,7 @@ class Adapter(nn.Module):
 class Adapters(NamedTuple):
     """The adapters that `merge` added to the weights of a backbone."""
 
-    tensors: dict[str, Tensor]  # A and B by the layer's name and `.a` or `.b`
+    tensors: dict[str, Tensor]  # A and B; keys are the layer's name with `.a` or `.b`
     about: dict[str, str]  # the settings as JSON, and the SHA-256 of the weights without adapters
 
 
@@ -78,7 +80,7 @@ def adapt(backbone: "Backbone", settings: Lora) -> None:
                 if settings.rank > (most := min(layer.weight.shape)):
                     raise UserError(f"backbone.lora.rank={settings.rank}: {target} has {most} channels at its end")
                 layer.lora = Adapter(layer, settings)
-                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # parameters keep names
+                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # names stay
         if hasattr(block.attn, "qkv_bias_separate"):
             block.attn.qkv_bias_separate = True  # otherwise Eva reads the weights of qkv, without its adapter
 
@@ -98,9 +100,9 @@ def merged(backbone: "Backbone") -> "Backbone":
 
 @torch.no_grad()
 def merge(backbone: "Backbone") -> None:
-    """Replace W by W + (alpha / rank) B A in a backbone, in place, where it has adapters. `backbone.merged` keeps them.
+    """Replace W by W + (alpha / rank) B A in a backbone with adapters, in place; `backbone.merged` keeps the adapters.
 
-    W itself, which a momentum copy may share, keeps its values."""
+    The old tensor W, which a momentum copy may share, is not changed."""
     model = backbone.model
     if not hasattr(model, "adapted"):
         return

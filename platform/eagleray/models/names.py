@@ -1,4 +1,4 @@
-"""Look up the names of timm's models and weights in its source: importing timm takes seconds, as it imports PyTorch."""
+"""Reads the names of timm's models and weights from its source, because importing timm and PyTorch takes seconds."""
 
 import difflib
 import functools
@@ -18,7 +18,7 @@ KEY = re.compile(r"""['"]([\w.-]+)['"]\s*:""")
 
 @functools.cache
 def _names() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the models, with ours and those that timm has renamed, and the names of weights, MODEL.TAG."""
+    """Return the names of models, with ours and those that timm has renamed, and the names of weights, MODEL.TAG."""
     found = importlib.util.find_spec("timm")
     assert found
     assert found.origin
@@ -33,17 +33,17 @@ def has_model(name: str) -> bool:
     base = name.partition(".")[0]
     if not _is_read():
         register_ours()
-    timm = sys.modules.get("timm")  # a plug-in with a backbone has imported it
+    timm = sys.modules.get("timm")  # a plug-in with a backbone has imported timm and registered it
     return base in _names()[0] or bool(timm and timm.is_model(base))
 
 
 def register_ours() -> None:
-    """Import the models that timm lacks, each of which registers with timm."""
+    """Import eagleray's models that timm lacks; each registers itself with timm."""
     from eagleray.models.zoo import cvt13, cvt_esvit, pvt, resnet_32, sk_resnet, swin, t2t, vil  # noqa: F401
 
 
 def _is_read() -> bool:
-    """Return whether timm's source is there and as we know it: another version may register its models otherwise."""
+    """Return whether the names in timm's source were found: another version may register its models in another way."""
     models, weights = _names()
     return models.issuperset(TESTED) and bool(weights)
 
@@ -63,8 +63,9 @@ def check_network(network: Network, section: str) -> None:
 
 
 def check_weights(source: str, given: str = "") -> None:
-    """Raises UserError, which begins with `given`, when a source is timm:NAME and timm's weights have no such name. A
-    tag that other models have may pass, as timm puts some names together when it is imported."""
+    """Raises UserError when a source is timm:NAME and timm has no weights NAME; the message begins with `given`.
+
+    A tag that only other models have may pass, as timm composes some names when it is imported."""
     (models, weights), name = _names(), source.removeprefix(TIMM)
     base, _, tag = name.partition(".")
     known = has_model(name)

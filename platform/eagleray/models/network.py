@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from eagleray.config import STRICT
 from eagleray.config.types import Share
 
-# Backbones that the tests run forward, backward and through an export. Any other model of timm can be named too.
+# Backbones that the tests run forward, backward and through an export. Recipes may name any other model of timm.
 TESTED = (
     "vit_tiny_patch16_224",
     "vit_small_patch16_224",
@@ -21,11 +21,11 @@ TESTED = (
 )
 
 
-TIMM, HF = "timm:", "hf:"  # prefixes of weights that timm and the Hugging Face Hub have
+TIMM, HF = "timm:", "hf:"  # prefixes of weights from timm and from the Hugging Face Hub
 
 
 def is_public(source: str) -> bool:
-    """Return whether a source of weights is a name that timm or the Hugging Face Hub knows."""
+    """Return whether a source of weights is a name at timm or at the Hugging Face Hub."""
     return source.startswith((TIMM, HF))
 
 
@@ -34,7 +34,7 @@ class Lora:
     """Low-rank adapters, described in docs/finetune.md: only they are trained, not the weights beside them."""
 
     rank: PositiveInt = 16  # rank of the matrices that are added to the weights
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0  # they are added alpha / rank times
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0  # the matrices are added with weight alpha / rank
     blocks: PositiveInt | None = None  # number of last blocks that get adapters; None: every block
     # Linear layers of a block that get adapters; qkv and fc1 are all of their parts where a model divides them
     targets: Annotated[tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1)] = ("qkv", "proj")

@@ -1,4 +1,4 @@
-"""Corrupted patches, and the colours by which masked patch prediction knows them (Dosovitskiy et al. 2021).
+"""Corrupts patches, and computes the mean colours that masked patch prediction predicts (Dosovitskiy et al. 2021).
 
 arXiv:2010.11929, appendix B.1.2. B images, N patches on a grid of h x w, n of them corrupted.
 """
@@ -18,9 +18,9 @@ LEVELS = 8  # levels of each channel, 3 bits
 class Corruption(NamedTuple):
     """The patches that are corrupted, and how."""
 
-    places: Tensor  # (B, n) positions of the corrupted patches
-    mask: Tensor  # (B, h, w) true where the mask token stands
-    source: Tensor  # (B, N) position of the patch that stands there, which is its own but where they are exchanged
+    places: Tensor  # (B, n) indices of the corrupted patches
+    mask: Tensor  # (B, h, w) true for patches that the mask token replaces
+    source: Tensor  # (B, N) index of the patch that is shown at each position: its own unless exchanged
 
 
 def corrupt(
@@ -32,9 +32,8 @@ def corrupt(
 ) -> Corruption:
     """Draw the corruption of each image of this rank, the same for any number of ranks.
 
-    The shares are those of the corrupted patches, and of the masked and the exchanged ones among them. A patch is
-    exchanged for any other one of its image.
-    """
+    `shares` are the share of patches that are corrupted and, among them, the shares that are masked and exchanged. An
+    exchanged patch is replaced by any other patch of its image."""
     size, g = (sum(rows), grid[0] * grid[1]), step_generator(seed, device)
     corrupted, masked, exchanged = shares
     order = torch.rand(size, generator=g, device=device).argsort(dim=1, stable=True)
@@ -46,13 +45,14 @@ def corrupt(
     chosen = order.argsort(1) < n
     places = torch.arange(size[1], device=device)
     swapped = chosen & (kind >= masked) & (kind < masked + exchanged)
-    source = torch.where(swapped, other + (other >= places), places)  # any patch but the one of this place
+    source = torch.where(swapped, other + (other >= places), places)  # any patch but the own one
     return Corruption(order[:, :n], (chosen & (kind < masked)).unflatten(1, grid), source)
 
 
 def mean_colours(x: Tensor, grid: tuple[int, int], mean: Tensor, std: Tensor) -> Tensor:
-    """Return the mean colours (B, N) of the patches of images (B, 3, S, S) that were normalised with the mean (3, 1, 1)
-    and the deviation: integers of three bits for each channel, red first."""
+    """Return the mean colours (B, N) of the patches of images (B, 3, S, S) normalised with `mean` (3, 1, 1) and `std`.
+
+    A colour is an integer with three bits for each channel, red first."""
     patches = F.adaptive_avg_pool2d(x.float(), grid) * std + mean  # (B, 3, h, w) from 0 to 1, as the pixels were
     levels = (patches * LEVELS).long().clamp(0, LEVELS - 1)
     code = levels[:, 0]

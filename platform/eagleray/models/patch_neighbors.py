@@ -15,7 +15,7 @@ def neighbours(grid: tuple[int, int], *, wrap: bool, device: torch.device | None
     """
     h, w = grid
     own = torch.arange(h * w, device=device).unsqueeze(1)  # (N, 1)
-    # Counted on the device, as a table from the host would make it wait: 0 to 8 without the middle of 3 x 3.
+    # The offsets are computed on the device, which would wait for a table from the host: 0 to 8 without the middle, 4.
     around = torch.arange(8, device=device)
     around = around + (around >= 4)
     y, x = own // w + around // 3 - 1, own % w + around % 3 - 1  # (N, 8)
@@ -34,8 +34,8 @@ def most_similar_neighbours(x: Tensor, grid: tuple[int, int], k: int, *, wrap: b
     """
     candidates = neighbours(grid, wrap=wrap, device=x.device)
     unit = F.normalize(x.float(), dim=-1)
-    # One neighbour at a time: all eight at once would take eight times the memory of the patches. Not a matrix product,
-    # which autocast would round: neighbours differ by little.
+    # Neighbours are compared one at a time, as all eight would take eight times the memory of the patches, and without
+    # a matrix product, which autocast would round: neighbours differ little.
     cosine = torch.stack([(unit * unit[:, index]).sum(-1) for index in candidates.T], -1)  # (B, N, 8)
     top = cosine.masked_fill(candidates < 0, -torch.inf).topk(k)
     return candidates.expand(len(x), -1, -1).gather(2, top.indices), top.values > -torch.inf

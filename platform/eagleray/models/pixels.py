@@ -1,4 +1,4 @@
-"""Weights that were trained with pixels of another mean and deviation take ours: the first layer converts them."""
+"""Adapts weights that were trained with another pixel mean and std to ours: the first layer converts the pixels."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from eagleray.views.colours import MEAN, STD
 
 
 class Pixels(NamedTuple):
-    """The mean and the standard deviation, by colour, of the pixels from 0 to 1 that a backbone expects."""
+    """The mean and the standard deviation of each colour channel, for pixels from 0 to 1, that a backbone expects."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -23,35 +23,35 @@ OURS = Pixels(MEAN, STD)
 
 
 def conversion(theirs: Pixels) -> Tensor:
-    """Return the factors and summands (2, 3) that turn colours as our views have them into those of `theirs`."""
+    """Return the factors and summands (2, 3) that turn pixels normalised as in our views into those of `theirs`."""
     m0, s0, m1, s1 = (torch.tensor(x, dtype=torch.float64) for x in (*OURS, *theirs))
     return torch.stack([s0 / s1, (m0 - m1) / s1])
 
 
 def first_convolution(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
-    """Return the first convolution of 3 channels, and its name; None where there is none."""
+    """Return the name and the module of the first convolution of 3 channels; None if there is none."""
     each = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.in_channels == len(MEAN))
     return next(each, None)
 
 
 def convert(model: nn.Module, tensors: dict[str, Tensor], theirs: Pixels) -> bool:
-    """Change tensors of a model, trained with pixels of `theirs`, so that its features are the same with ours. Return
-    whether that can be done exactly; otherwise they stay as they are.
+    """Change a model's `tensors`, trained with pixels of `theirs`, so that its features are the same with our pixels.
 
-    The conversion is a factor and a summand for each colour. A convolution takes both into its weight and its bias, but
-    one that pads with zeros would have to pad with another colour. Without a bias the summands go into the positions
-    that a ViT adds to its patches."""
+    Return whether this is possible exactly; if not, the tensors stay as they are. The conversion is a factor and a
+    summand for each channel, which a convolution takes into its weight and bias, but not if it pads with zeros: another
+    colour would have to be padded. Without a bias, the summands go into the positions that a ViT adds to its
+    patches."""
     if theirs == OURS:
         return True
     name, conv = first_convolution(model) or ("", None)
     weight, bias = f"{name}.weight", f"{name}.bias"
-    # A subclass pads or standardises its weight in its own way.
+    # Subclasses are left out, as they pad or standardise weights in their own way.
     if type(conv) is not nn.Conv2d or conv.padding != (0, 0) or conv.groups > 1 or weight not in tensors:
         return False
     factor, summand = conversion(theirs).view(2, 1, 3, 1, 1)
     kind, kernel = tensors[weight].dtype, tensors[weight].double()  # (D, 3, h, w)
     shift = (kernel * summand).sum((1, 2, 3))  # (D,)
-    if conv.bias is not None:  # one that the source lacks is zero there
+    if conv.bias is not None:  # a bias that the source lacks is zero there
         tensors[bias] = (tensors[bias].double() + shift if bias in tensors else shift).to(kind)
     elif isinstance(model, VisionTransformer | Eva) and "pos_embed" in tensors:
         table = tensors["pos_embed"].double()  # (1, P + N, D), the N patches last

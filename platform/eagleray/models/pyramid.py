@@ -1,4 +1,4 @@
-"""The base class of backbones with stages, which offers timm's interface and pools by the mean of the last tokens."""
+"""Base class of backbones with stages, which have timm's interface and return the mean of the last tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ class Pyramid(nn.Module):
     head: nn.Module  # the classifier, or nn.Identity
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's description of the layers, first to last: the start of a stage, then each of its blocks."""
+        """Return timm's patterns that group parameters into layers: the start of a stage, then each of its blocks."""
         start = r"^stages\.(\d+)\.(?:[01]|embed|norm|position|tokens)(?:\.|$)"
         return {"blocks": [(start, (-1,)), (r"^stages\.(\d+)\.(?:blocks\.)?(\d+)", None), ("^norm", (99999,))]}
 

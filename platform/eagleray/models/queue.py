@@ -29,8 +29,7 @@ class Queue(Memory):
 
     @torch.no_grad()
     def push(self, k: Tensor) -> None:
-        """Overwrite the oldest keys with the keys (B, C) of all ranks; of more than K keys, only the last K are
-        written."""
+        """Overwrite the oldest keys with the keys (B, C) of all ranks, of which at most the last K are written."""
         length = self.keys.shape[1]
         k = k[-length:].to(self.keys.dtype)
         at = (self.next + torch.arange(len(k), device=k.device)) % length
@@ -45,7 +44,7 @@ class Bank(Memory):
 
     def __init__(self, images: int, dim: int) -> None:
         super().__init__()
-        bound = (3 / dim) ** 0.5  # a vector has unit length on average
+        bound = (3 / dim) ** 0.5  # with this bound, a vector's mean squared length is 1
         self.register_buffer("rows", torch.empty(images, dim).uniform_(-bound, bound))
 
     @torch.no_grad()
@@ -55,8 +54,7 @@ class Bank(Memory):
         self.rows[index] = torch.where(torch.isfinite(v).all(1, keepdim=True), v, self.rows[index])
 
     def move(self, index: Tensor, v: Tensor, momentum: float) -> None:
-        """Replace the rows `index` (B,) by their mean with v (B, C), scaled to length one. `momentum` is the share of
-        the old rows."""
+        """Replace the rows `index` (B,) by their mean with v (B, C), scaled to length one; `momentum` weights them."""
         self.write(index, F.normalize(momentum * self.rows[index] + (1 - momentum) * v, dim=1))
 
 

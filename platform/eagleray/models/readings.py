@@ -1,9 +1,8 @@
 """Finds the tensors of a backbone in a file, and gives them the names and the shapes that they have in the model.
 
-Those are taken that fit best of all mappings, prefixes and schools of names.
-
-Where several fit equally well, an average comes before the weights that it is of, and the network that its authors
-evaluate before the other one. N patches, P prefix tokens (class token and registers), D channels.
+Of all mappings, prefixes and naming schemes, those are taken whose tensors fit the model best. If several fit equally
+well, an average is preferred to the weights it averages, and the network that its authors evaluate to the other one. N
+patches, P prefix tokens (class token and registers), D channels.
 """
 
 import contextlib
@@ -21,19 +20,20 @@ from torch import Tensor, nn
 
 from eagleray.models.tensor_files import State, unwrap_name
 
-# Words in the names of mappings and prefixes, the preferred ones first. Those of BYOL and MoCo v3 evaluate the trained
-# encoder, whose copy may be the target; I-JEPA's the target, whose original has no such word; DINO's the teacher.
+# Words in the names of mappings and prefixes, preferred ones first. BYOL's and MoCo v3's authors evaluate the trained
+# encoder, whose copy may be the target; I-JEPA's the target, beside which no word names the original; DINO's the
+# teacher.
 AVERAGES = {"ema", "averaged", "swa"}
 PREFERRED: list[set[str]] = [{"online", "base", "q", "query"}, {"target"}, set(), {"teacher"}, {"student"}]
 PREFERRED += [{"momentum", "k", "key"}, {"optimizer", "optim", "exp"}]
-USUAL = ("state_dict", "model")  # names of mappings that are preferred to other ones
-LEAST = 0.5  # the share of a backbone's elements, or of all that there are, below a prefix that is tried
+USUAL = ("state_dict", "model")  # names of mappings that are preferred to others
+LEAST = 0.5  # least share of a backbone's elements, or of the file's if these are fewer, below a prefix that is tried
 BIAS = ".attn.qkv.bias"
 CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, and the blocks of all groups
 
 
 class Place(NamedTuple):
-    """The place of tensors in a file: a mapping and a prefix of the names in it."""
+    """Where tensors are in a file: a mapping, and a prefix of the names in it."""
 
     mapping: str  # keys from the outside in, e.g. `state_dict`; empty: the outermost mapping
     prefix: str  # e.g. `backbone.`
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Return how late this place is taken where others fit as well."""
+        """Return a sort key that is smaller for places preferred to others whose tensors fit as well."""
         words = set(re.split(r"[._]", f"{self.mapping}.{self.prefix}".lower()))
         roles = [n for n, role in enumerate(PREFERRED) if role & words]
         usual = next((n for n, name in enumerate(USUAL) if name in self.mapping), len(USUAL))
@@ -52,20 +52,21 @@ class Place(NamedTuple):
 
 
 def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, list[str]]:
-    """Return where the tensors stand that fit a model best, the tensors by the model's names, and the other places
-    whose tensors fit as well and that no rule puts behind."""
+    """Return the place whose tensors fit a model best, the tensors by the model's names, and equally good places.
+
+    These have other tensors that fit as well."""
     own: State = model.state_dict()
     found = [(place, read) for place in _places(places, own) for read in _readings(place, model)]
     fitting = [_fitting(read, own) for _, read in found]
     first = [entry for entry, fits in zip(found, fitting, strict=True) if fits == max(fitting)]
-    place, read = min(first, key=lambda entry: entry[0].rank)  # the first of equals
+    place, read = min(first, key=lambda entry: entry[0].rank)  # the first of equal ones
     taken = {id(v) for k, v in read.items() if k in own}
     others = {str(p): None for p, r in first if max(fitting) and not taken & {id(v) for k, v in r.items() if k in own}}
     return place, read, list(others)
 
 
 def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
-    """Yield the places in a file below which there are enough elements, or most, the outer ones first."""
+    """Yield the places in a file below which there are enough elements, the outer ones first."""
     sizes: Counter[tuple[str, str]] = Counter()
     for mapping, tensors in places.items():
         for name, tensor in tensors.items():
@@ -76,7 +77,7 @@ def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
 
 
 def _readings(place: Place, model: nn.Module) -> Iterator[State]:
-    """Yield the possible readings of the tensors at a place: with their own names, then with timm's."""
+    """Yield the possible readings of the tensors at a place: with the names in the file, then with timm's."""
     own = {unwrap_name(k): k for k in model.state_dict()}  # a model may have a wrapper's name among its own
     below = {k.removeprefix(place.prefix): v for k, v in place.tensors.items() if k.startswith(place.prefix)}
     below = {own.get(k, k): v for k, v in below.items()}
@@ -86,7 +87,7 @@ def _readings(place: Place, model: nn.Module) -> Iterator[State]:
 
 
 def _renamed(below: State, model: nn.Module) -> Iterator[State]:
-    """Yield tensors with the names that they have, then with those that timm makes of its authors' names."""
+    """Yield tensors with the names that they have, then with those that timm makes of their authors' names."""
     yield below
     rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if rename is None:
@@ -96,10 +97,10 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
             renamed = rename(dict(below), model)
     except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
         return
-    # Only the names are timm's: `shaped` does what its resizing and its sums of tensors would do. A name that timm
-    # moves, such as that of a Swin's downsampling, is another tensor there, of another shape.
+    # Only the names are taken from timm: `shaped` does what its resizing and its sums of tensors would do. If timm
+    # moves a name, as that of a Swin's downsampling, the tensor of that name here is another one, of another shape.
     mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
-    # timm leaves out the biases of DINOv3 for its models without them, which have other features if one is not zero.
+    # timm leaves out DINOv3's biases for its models without them. If one is not zero, the features would differ.
     kept = {k: v for k, v in below.items() if k.endswith(BIAS) and not _has_bias(k, renamed) and v.any()}
     yield {k: below[k] if k in mine else v for k, v in renamed.items()} | kept
 
@@ -109,7 +110,7 @@ def _has_bias(key: str, renamed: Mapping[str, Tensor]) -> bool:
 
 
 def _fitting(state: State, own: State) -> int:
-    """Count the elements of the model's tensors that `state` has in the same shape, or in one that is resampled."""
+    """Return the number of elements of the model's tensors that `state` has in the same shape, or resampled."""
     return sum(t.numel() for k, t in own.items() if k in state and (state[k].shape == t.shape or has_any_size(k)))
 
 
@@ -126,7 +127,7 @@ NAMES = (
     (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
     (r"^layernorm\.", "norm."),
 )
-# DINOv3's, by the names of its authors, which timm reads, and those of its ConvNeXts, by timm's names.
+# DINOv3's names in transformers: for ViTs those of its authors, which timm reads, and for ConvNeXts those of timm.
 DINOV3 = (
     (r"^embeddings\.patch_embeddings\.", "patch_embed.proj."),
     (r"^embeddings\.register_tokens$", "storage_tokens"),
@@ -146,7 +147,8 @@ CONVNEXT = (
     (r"\.layer_norm\.", ".norm."),
     (r"^layer_norm\.", "head.norm."),
 )
-# A name of each kind, after `vit.` or another prefix.
+# Matches one typical key of each naming scheme in SCHOOLS. Group 1 is a prefix such as vit.; the last group that
+# matches tells which scheme it is.
 FIRST = re.compile(
     r"((?:.*?\.)??)(?:encoder\.layer\.\d+\.attention\.attention\.(query)|(?:model\.)?layer\.\d+\.attention\.(q_proj)|"
     r"(?:model\.)?stages\.\d+\.layers\.\d+\.(depthwise_conv))\."
@@ -158,8 +160,7 @@ PARTS = {"attention.query": ("attention.key", "attention.value"), "q_proj": ("k_
 
 
 def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with timm's names, and queries, keys and values as one. Those of other libraries are returned
-    as they are."""
+    """Return the tensors with timm's names, and queries, keys and values joined. Other tensors stay as they are."""
     first = next((match for key in state if (match := FIRST.match(key))), None)
     if first is None:
         return state
@@ -169,7 +170,7 @@ def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for key, value in state.items():
         if match := QUERY.search(key):
             others = (key.replace(match[1], part) for part in PARTS[match[1]])
-            # DINOv3's keys have no bias.
+            # DINOv3 has no bias for keys, so zeros take its place.
             parts = [value, *(state.get(other, torch.zeros_like(value)) for other in others)]
             out[f"{_timm_name(key[: match.start() + 1], names)}attn.qkv.{match[2]}"] = torch.cat(parts)
         elif not OTHERS.search(key):
@@ -189,7 +190,7 @@ PATCHES = "patch_embed.proj.weight"
 
 
 def has_any_size(key: str) -> bool:
-    """Return whether a tensor of this name is resampled when its shape is another one."""
+    """Return whether a tensor of this name is resampled if it has another shape than the model's."""
     return key.endswith((POSITIONS, TABLE, PATCHES))
 
 
@@ -211,8 +212,10 @@ def shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Te
 
 
 def _positions(table: Tensor, grid: list[int], rows: int) -> Tensor | None:
-    """Return a position table (1, P + N, D) for another grid and another number of prefix tokens, or None when its
-    patches are no square. The class token comes first; a prefix token that the table lacks gets the position zero."""
+    """Return a position table (1, P + N, D) for another grid and number of prefix tokens.
+
+    Returns None when its patches are no square. The class token comes first; a prefix token that the table lacks gets
+    the position zero."""
     prefix = rows - math.prod(grid)
     had = next((p for p in (prefix, 1, 0) if math.isqrt(table.shape[1] - p) ** 2 == table.shape[1] - p), None)
     if had is None:
@@ -224,8 +227,9 @@ def _positions(table: Tensor, grid: list[int], rows: int) -> Tensor | None:
 
 
 def without_class_position(model: Any, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the class token's position added to the class token, where only the file has a row for
-    it: timm's ViTs with registers have positions for patches alone."""
+    """Return the tensors with the class token's position added to that token, if only the file has such a position.
+
+    timm's ViTs with registers have positions for patches alone."""
     table, token = state.get(POSITIONS), state.get("cls_token")
     if table is None or token is None or POSITIONS not in own or table.ndim != 3 or not table.shape[1]:
         return dict(state)

@@ -16,11 +16,11 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import micro_batched
 from eagleray.models.stages import stages
 
-LONGEST = 2  # sides of the map that a box may be long
+LONGEST = 2  # longest side of a box, in sides of the map
 
 
 def check_convolutional(backbone: Backbone) -> None:
-    """Check that `pooled_regions` can cut boxes out of the backbone's maps. Raises UserError."""
+    """Raises UserError when `pooled_regions` cannot cut boxes out of the backbone's maps."""
     if not isinstance(backbone.model, ResNet | ConvNeXt):
         name = type(backbone.model).__name__
         raise UserError(
@@ -29,10 +29,9 @@ def check_convolutional(backbone: Backbone) -> None:
 
 
 def pooled_regions(backbone: Backbone, images: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Return the pooled vectors (B, D) of a box, in pixels, of each image (B, 3, S, S).
+    """Return the pooled vectors (B, D) of one box, in pixels, of each image (B, 3, S, S).
 
-    The box is cut from the map of the last stage but one, as side x side cells, and the last stage sees nothing else.
-    """
+    The last stage sees only the box, as side x side cells cut from the map of the stage before."""
     size = backbone.at_once
     out: Tensor = micro_batched(partial(_pooled_regions, backbone.model, side), images, size, boxes)
     return out
@@ -42,18 +41,17 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
     def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
         return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
 
-    with stages(model)[-2].register_forward_hook(cut):  # never compiled, as the hook is new each time
+    with stages(model)[-2].register_forward_hook(cut):  # not compiled, as the hook is new each time
         out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
     return out
 
 
 def roi_align(maps: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Return the box, in cells, of each map (B, D, h, w) as (B, D, side, side).
+    """Return the cells (B, D, side, side) of one box, in cells, of each map (B, D, h, w).
 
-    It is torchvision's with `aligned=True` and an adaptive number of samples. With one box per image the mean of
-    bilinear samples is a product with a matrix for the rows and one for the columns. Their gradients have a fixed order
-    on a GPU; those of torchvision's kernel have none.
-    """
+    The result is that of torchvision's roi_align with `aligned=True` and an adaptive number of samples. With one box
+    per image the mean of bilinear samples is a product with a matrix for the rows and one for the columns. Their
+    gradients have a fixed order on a GPU; those of torchvision's kernel have none."""
     left, top, right, bottom = boxes.unbind(1)
     rows, columns = (_weights(*x, side) for x in ((top, bottom, maps.shape[2]), (left, right, maps.shape[3])))
     return rows.unsqueeze(1).to(maps.dtype) @ maps @ columns.unsqueeze(1).mT.to(maps.dtype)
@@ -66,7 +64,7 @@ def _weights(first: Tensor, last: Tensor, cells: int, side: int) -> Tensor:
     samples = step.ceil().clamp(1, most)
     number, bins, at = (torch.arange(n, device=first.device) for n in (most, side, cells))
     centre = first + (bins.view(-1, 1) + (number + 0.5) / samples) * step - 0.5  # (B, side, most)
-    # As torchvision's: a sample more than a cell outside is 0, one nearer to the map is that of its edge.
+    # As in torchvision, a sample more than a cell outside the map is 0, and a nearer one has the value at the edge.
     counted = (number < samples) & (centre >= -1) & (centre <= cells)
     near = (1 - (centre.clamp(0, cells - 1).unsqueeze(3) - at).abs()).clamp(min=0)  # (B, side, most, cells)
     return (near * (counted / samples).unsqueeze(3)).sum(2)

@@ -1,9 +1,9 @@
 """Rotary positions of timm's DINOv3 transformers: coordinates of patches that training shifts, stretches and scales.
 
-RoPE is by Su et al. 2021, arXiv:2104.09864; training changes its box of coordinates as in DINOv3 (Siméoni et al. 2025,
-arXiv:2508.10104, section 3.2), by as much as timm's options `rope_shift_coords`, `rope_jitter_coords` and
-`rope_rescale_coords` say. timm draws one box for all blocks, and other ones on every rank. As in the authors' code,
-every block has its own here; it follows from the step, so it is the same on all ranks and after a restart. L blocks, a
+RoPE is by Su et al. 2021, arXiv:2104.09864. In training the box of coordinates is changed as in DINOv3 (Siméoni et al.
+2025, arXiv:2508.10104, section 3.2), by as much as timm's options `rope_shift_coords`, `rope_jitter_coords` and
+`rope_rescale_coords` say. timm draws one box for all blocks, and different ones on every rank. Here every block has its
+own, as in the authors' code; it follows from the step, so it is the same on all ranks and after a restart. L blocks, a
 grid of h x w = N patches, C channels of a head.
 """
 
@@ -33,8 +33,9 @@ def rotary(model: Any) -> bool:
 
 
 def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | None = None) -> Tensor:
-    """Return what the `forward_features` of a `rotary` model returns for images (B, 3, S, S), of which patches may be
-    hidden, with the rotations that `rotations` returns: tokens (B, P + N, D)."""
+    """Return the output of a `rotary` model's `forward_features`, tokens (B, P + N, D), for images (B, 3, S, S).
+
+    `turns` are the result of `rotations`; patches may be hidden."""
     patches = model.patch_embed(images)  # (B, h, w, D)
     patches = patches if hidden is None else hide(patches, hidden)
     prefix = [t.expand(len(images), -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
@@ -46,8 +47,9 @@ def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | 
 
 
 def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
-    """Return sines and cosines (L, N, 2 C) of every block of a `rotary` model for a grid (h, w); in training they are
-    those of the boxes that the seed and the grid determine."""
+    """Return sines and cosines (L, N, 2 C) for every block of a `rotary` model and a grid (h, w).
+
+    In training they are those of boxes that the seed and the grid determine."""
     rope, blocks, device = model.rope, len(model.blocks), model.rope.periods.device
     if not (rope.training and rope.aug_active):
         whole = torch.zeros(1, 2, device=device)
@@ -61,8 +63,9 @@ def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
 
 
 def turned(periods: Tensor, grid: tuple[int, int], shift: Tensor, scale: Tensor) -> Tensor:
-    """Return sines and cosines (L, N, 2 C) of the angles of patches at (x + shift) * scale, for shifts and scales
-    (L, 2) of rows and columns and C / 4 periods. Without both, x goes from -1 to 1 over the grid."""
+    """Return sines and cosines (L, N, 2 C) of the angles of patches at (x + shift) * scale.
+
+    `shift` and `scale` (L, 2) are for rows and columns; there are C / 4 periods. Without both, x goes from -1 to 1."""
     at = [(2 * torch.arange(n, device=periods.device) + 1) / n - 1 for n in grid]
     x = torch.stack(torch.meshgrid(*at, indexing="ij"), -1).flatten(0, 1)  # (N, 2)
     x = (x + shift.unsqueeze(1)) * scale.unsqueeze(1)  # (L, N, 2)

@@ -24,31 +24,32 @@ def stages(model: Any) -> list[nn.Module]:
 
 
 def convolutional(model: Any) -> bool:
-    """Return whether a model is a convolutional network with stages, such as a ResNet or a ConvNeXt, by its interface:
-    it embeds no patches, and its maps are (B, D, h, w)."""
+    """Return whether a model is a convolutional network with stages, such as a ResNet or a ConvNeXt.
+
+    Its interface tells: it embeds no patches, and its maps are (B, D, h, w)."""
     staged = any(hasattr(model, name) for name in ("layers", "stages", "layer1"))
     return staged and not hasattr(model, "patch_embed") and getattr(model, "output_fmt", "NCHW") != "NHWC"
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """Return the blocks of all stages, first to last. Raises UserError for a model that has neither."""
+    """Return the blocks of all stages, first to last. Raises UserError for a model without stages or blocks."""
     return [block for stage in stages(model) for block in blocks_of(stage)]
 
 
 def blocks_of(stage: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a stage; of a ViT's block, itself."""
+    """Return the blocks of a stage. A ViT's stage is a block, which is returned itself."""
     inner = getattr(stage, "blocks", stage)
     members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [stage]
     return [m for m in members if next(m.children(), None) is not None]  # not the layers between stages
 
 
 def modules(model: Any, parts: Parts) -> list[nn.Module]:
-    """Return these parts of a model, first to last. Raises UserError for a model that has none."""
+    """Return the last stage, all stages or all blocks of a model, first to last. Raises UserError if it has none."""
     return blocks(model) if parts == "blocks" else stages(model)[-1 if parts == "last" else 0 :]
 
 
 def widths(model: Any, parts: Parts) -> list[int]:
-    """Return the channels of the output of each of these parts."""
+    """Return the number of output channels of each of these parts of a model."""
     if parts == "last":
         return [model.num_features]
     each = stages(model)
@@ -62,7 +63,7 @@ def widths(model: Any, parts: Parts) -> list[int]:
 
 @contextmanager
 def stage_outputs(parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect the outputs of these stages or blocks in a list while the context is open."""
+    """A context that collects the outputs of stages or blocks in a list while it is open."""
     outputs: list[Tensor] = []
     with ExitStack() as hooks:
         for part in parts:

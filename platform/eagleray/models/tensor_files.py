@@ -1,8 +1,8 @@
 """Reads the tensors of files that any trainer wrote, and runs no code of theirs.
 
 PyTorch's restricted reader builds tensors and plain values. Objects of other classes become empty stand-ins, so that
-the options, paths and numbers of NumPy that stand beside the tensors are no obstacle. What would call Python's own
-library, other than for data such as a path or a date, is refused.
+options, paths and NumPy's numbers beside the tensors do no harm. A file that would call functions of Python's own
+library, other than those for data such as a path or a date, is refused.
 """
 
 import _compat_pickle
@@ -28,15 +28,15 @@ from eagleray.base.errors import UserError
 
 State = dict[str, Tensor]
 
-KEY = "backbone.weights"  # errors name this key of a recipe
-# The modules of Python's own library whose objects are data.
+KEY = "backbone.weights"  # key of a recipe that errors name by default
+# Modules of Python's own library whose classes are data.
 DATA = {"argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re"}
 DATA |= {"typing", "uuid"}
-LEGACY_PICKLES = 4  # a file from before PyTorch 1.6 has its mark, version, machine and content
+LEGACY_PICKLES = 4  # number of pickles in a file from before PyTorch 1.6: mark, version, machine and content
 NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's codes of plain numbers
-# What DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
+# Matches what DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")
-CLASS = "stands_for"  # the attribute of a stand-in that names its class
+CLASS = "stands_for"  # attribute of a stand-in with the name of its class
 
 
 def hash_tensors(total: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -47,16 +47,16 @@ def hash_tensors(total: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
-    """Read a .safetensors or PyTorch file, which a key of the recipe names.
+    """Read a .safetensors or PyTorch file, which the recipe's `key` names.
 
-    Raises UserError when it is damaged, no mapping or list, or would run code."""
+    Raises UserError when the file is damaged, holds no mapping or list, or would run code."""
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         named = [(".".join(name), ".".join(_of_python_3(name))) for name in set(_named(path))]
         stand_ins: list[Any] = [(_stand_in(new), name) for old, new in named for name in {old, new}]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated types of storage are read all the same
+            warnings.simplefilter("ignore")  # deprecated types of storage can be read
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
         if "operand" in (reason := _reason(e)):
@@ -65,7 +65,7 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
         raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone ({reason})") from None
     except (SafetensorError, OSError, EOFError, KeyError, zipfile.BadZipFile) as e:
         raise UserError(f"{key}={path}: cannot be read ({type(e).__name__})") from None
-    except Exception as e:  # torch reports in many ways that a file is damaged or none of its own
+    except Exception as e:  # torch has many errors for a file that is damaged or not its own
         raise UserError(f"{key}={path}: cannot be read ({type(e).__name__}: {_reason(e)})") from None
     if known := class_of(content):
         raise UserError(f"{key}={path}: holds more than tensors; store its state dict alone (it is a {known})")
@@ -77,8 +77,9 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
 
 
 def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
-    """Return the tensors of each mapping that holds some, at any depth, by its place, such as `state_dict`; outer ones
-    come first. And the classes of objects that were not read."""
+    """Return the tensors of each mapping with tensors, at any depth, and the classes of objects that were not read.
+
+    The key of a mapping is its place, such as `state_dict`; outer ones come first."""
     found: dict[str, State] = {}
     unread: dict[str, None] = {}
     queue: deque[tuple[str, Mapping[Any, Any] | list[Any] | tuple[Any, ...]]] = deque([("", content)])
@@ -97,23 +98,23 @@ def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
 
 
 def tensors_in(mapping: Mapping[Any, Any]) -> State:
-    """Return the tensors and NumPy's arrays of a mapping, by names without what wrappers put in."""
+    """Return the tensors and NumPy arrays of a mapping, by names without the parts that wrappers add."""
     values = ((str(k), v.tensor if isinstance(v, _Array) else v) for k, v in mapping.items())
     return {unwrap_name(k): v for k, v in values if isinstance(v, Tensor)}
 
 
 def unwrap_name(name: str) -> str:
-    """Return a parameter's name without the wrappers, wherever they stand."""
+    """Return a parameter's name without the parts that wrappers add anywhere in it."""
     return WRAPPER.sub("", name)
 
 
 def class_of(value: Any) -> str:
-    """Return the class that an empty stand-in stands for; empty for other values."""
+    """Return the name of the class that an empty stand-in stands for; an empty text for other values."""
     return str(vars(value).get(CLASS, "")) if type(value) is Counter and not value else ""
 
 
 def _named(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of each object of Python that a file of PyTorch names, without making any."""
+    """Yield module and name of each Python object that a PyTorch file names, without creating any."""
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
             file.seek(0)
@@ -133,18 +134,18 @@ def _globals(file: Any) -> Iterator[tuple[str, str]]:
             if opcode.name == "GLOBAL":
                 module, _, name = str(argument).partition(" ")
                 yield module, name
-    except ValueError:  # no pickle, which the reader itself says in words
+    except ValueError:  # not a pickle, which PyTorch's reader will report
         return
 
 
 def _of_python_3(named: tuple[str, str]) -> tuple[str, str]:
-    """Return module and name as Python 3 has them. Pickle writes those of Python 2; PyTorch translates some."""
+    """Return module and name as Python 3 has them. Pickle writes those of Python 2; PyTorch translates only some."""
     module, name = named
     return _compat_pickle.NAME_MAPPING.get(named) or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
 
 
 def _stand_in(name: str) -> type:
-    """Return a class that stands for another one in a file. Its objects are empty, whatever they are made with."""
+    """Return a class that stands for another one in a file. Its objects are empty, whatever their arguments."""
     if name in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
         return _Array
     if name == "numpy.dtype":
@@ -157,7 +158,7 @@ def _stand_in(name: str) -> type:
     def make(cls: type, *_: Any) -> Counter[Any]:
         if _of_python(name) and not _is_data(name):
             raise pickle.UnpicklingError(f"it would call {name}")
-        made: Counter[Any] = Counter()  # the type of which the reader allows items as well as any state
+        made: Counter[Any] = Counter()  # the only type for which PyTorch's reader allows both items and any state
         vars(made)[CLASS] = name
         return made
 
@@ -169,7 +170,7 @@ def _of_python(name: str) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a name of Python's own library is one of data. `getattr` alone calls nothing."""
+    """Return whether a name of Python's own library is one of data. `getattr` is allowed, as it alone calls nothing."""
     module, _, own = name.partition(".")
     if module == "builtins":
         return own == "getattr" or isinstance(getattr(builtins, own, None), type)
@@ -183,7 +184,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Numbers:
-    """A data type of NumPy's."""
+    """The data type of a NumPy array."""
 
     def __init__(self, code: Any = "", *_: Any) -> None:
         self.code, self.order = str(code), "<"
@@ -193,8 +194,9 @@ class _Numbers:
 
 
 class _Array:
-    """An array of NumPy's, of which plain numbers become a tensor. NumPy's own reader trusts what a file says of the
-    memory of an array."""
+    """A NumPy array, which becomes a tensor if it has plain numbers.
+
+    NumPy's own reader is not used, as it trusts what a file says about the memory of an array."""
 
     tensor: Tensor | None = None
 

@@ -1,7 +1,7 @@
 """Computes linear layers of many tokens as 1 x 1 convolutions, which are twice as fast on some CPUs.
 
-PyTorch multiplies matrices with MKL, which on a CPU of AMD uses AVX2 alone, and convolves with oneDNN, which uses
-AVX-512 there, too. Decision 45 has the figures.
+PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD's CPUs, and convolves with oneDNN, which uses AVX-512
+there too. Decision 45 has the figures.
 """
 
 import functools
@@ -17,21 +17,21 @@ from torch.nn import functional
 Network = TypeVar("Network", bound=nn.Module)
 
 CPUINFO = Path("/proc/cpuinfo")
-ROWS = 256  # the fewest rows of an input; with fewer, the weights are the larger part of the work
-# Images that the rows are divided into: with fewer, PyTorch multiplies matrices in a 1 x 1 convolution, too.
+ROWS = 256  # fewest rows of an input; with fewer, reading the weights is the larger part of the work
+# Fewest images into which rows are divided: with fewer, PyTorch multiplies matrices even in a 1 x 1 convolution.
 IMAGES = 16
-PIXELS = 256  # the largest side of an image; with more, gradients of weights are slow
+PIXELS = 256  # longest side of an image; with more pixels, gradients of weights are slow
 
 
 class TokenLinear(nn.Linear):
-    """A linear layer that convolves where its input has many rows.
+    """A linear layer that convolves if its input has many rows.
 
-    In eval mode it always does, over rows of zeros where its input has too few: the output of a row then does not
-    depend, by a single bit, on the rows beside it, which that of a matrix product does. So features are equal however
-    images are divided into batches and workers."""
+    In eval mode it always convolves, with rows of zeros added if there are too few. Then the output of a row does not
+    depend, by a single bit, on the other rows, as that of a matrix product does. So features are equal however images
+    are divided into batches and workers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # both choose kernels themselves
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # these choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
         if not self.training:
@@ -46,7 +46,7 @@ class TokenLinear(nn.Linear):
         return y.view(*input.shape[:-1], -1)
 
     def convolve_padded(self, x: Tensor) -> Tensor:
-        """Return the outputs (R, D) for any number of rows (R, C), with rows of zeros after them as far as needed."""
+        """Return the outputs (R, D) for any number of rows (R, C), padded with rows of zeros as far as needed."""
         least = max(len(x), ROWS)
         images = divided(least)
         missing = least + -least % images - len(x)
@@ -66,7 +66,7 @@ def on_device(network: Network, device: torch.device) -> Network:
     network.to(device)
     if device.type == "cpu" and convolutions_are_faster():
         for part in network.modules():
-            if type(part) is nn.Linear:  # others may compute something else
+            if type(part) is nn.Linear:  # subclasses may compute something else
                 part.__class__ = TokenLinear
     return network
 
@@ -93,6 +93,6 @@ def convolutions_are_faster() -> bool:
 
 @functools.cache
 def divided(rows: int) -> int:
-    """Return the number of images of equal size that at least ROWS rows are divided into; some rows may be left."""
+    """Return into how many images of equal size at least ROWS rows are divided; some rows may be left over."""
     least = max(IMAGES, -(-rows // PIXELS))
     return next((n for n in range(least, rows // IMAGES + 1) if rows % n == 0), least)

@@ -1,12 +1,13 @@
-"""Forward passes of a plain vision transformer that timm has not: crops of several sizes at once, hidden and dropped
+"""Forward passes of a plain vision transformer that timm lacks: crops of several sizes at once, hidden and dropped
 patches, and the last block for the class token alone.
 
 Tokens of several sizes lie end to end in one sequence. All layers but the attention treat tokens one by one, so they
 run once; the attention runs once for each size. DINOv2 trains with packed sequences too (Oquab et al. 2023,
-arXiv:2304.07193, section 5). MAE's encoder sees some of the patches (He et al. 2021, arXiv:2111.06377). Of the last
-block a pooled vector reads the class token alone: every token still gives a key and a value, but the query, the
-projection and the MLP are those of the class token, so the block costs a sixth; outputs and gradients are those of the
-whole block, up to rounding.
+arXiv:2304.07193, section 5). MAE's encoder sees some of the patches (He et al. 2021, arXiv:2111.06377).
+
+If only the class token of the last block is needed, every token still gives a key and a value, but the query, the
+projection and the MLP are computed for the class token alone. The block then costs a sixth; outputs and gradients are
+those of the whole block, up to rounding.
 
 B images, N patches, n of them kept, P prefix tokens, such as the class token, T tokens in all, D channels.
 """
@@ -25,12 +26,11 @@ from eagleray.models.checkpointing import without_checkpoints
 
 
 class Hidden(NamedTuple):
-    """Patches in whose place a token stands, and others in whose place another patch stands. A grid of h x w = N
-    patches, D channels."""
+    """Patches that a token or other patches replace. A grid of h x w = N patches, D channels."""
 
     mask: Tensor  # (B, h, w) true for a patch that the token hides
     token: Tensor  # (1, D)
-    source: Tensor | None = None  # (B, N) the patch of the image that stands at each position; None: its own
+    source: Tensor | None = None  # (B, N) index of the patch that is shown at each position; None: its own
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
@@ -39,12 +39,12 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def maskable(model: Any) -> bool:
-    """Return whether patches of a model can be hidden; of timm's models, those of plain ViTs that keep every patch."""
+    """Return whether patches of a model can be hidden: of timm's models, only plain ViTs that keep every patch."""
     return isinstance(model, VisionTransformer) and getattr(model.patch_drop, "prob", 0) == 0
 
 
 def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:
-    """Return what the `forward_features` of a `maskable` model returns for images (B, 3, S, S) with hidden patches."""
+    """Return the output of the `forward_features` of a `maskable` model for images (B, 3, S, S) with hidden patches."""
     x = embedded(model, images, hidden)
     for block in model.blocks:
         x = block(x)
@@ -53,14 +53,14 @@ def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:
 
 
 def packable(model: Any) -> bool:
-    """Return whether `packed_features` computes what the model does; of timm's models, only plain ViTs."""
+    """Return whether `packed_features` can compute the model's output; of timm's models, only plain ViTs'."""
     if hasattr(model, "forward_sizes"):
         return bool(model.packs())
     return type(model) is VisionTransformer and all(map(plain, model.blocks)) and even(drop_rates(model.blocks))
 
 
 def plain(block: nn.Module) -> bool:
-    """Return whether a block is timm's own and nothing replaces or watches its layers."""
+    """Return whether a block is timm's own, and none of its layers is replaced or watched by a hook."""
     return (
         type(block) is Block
         and type(block.attn) is Attention
@@ -74,7 +74,7 @@ def plain(block: nn.Module) -> bool:
 
 
 def packed_features(model: Any, sizes: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor]:
-    """Return what the model's `forward_features` returns for each of the images (B, 3, S, S) of several sizes.
+    """Return the output of the model's `forward_features` for images (B, 3, S, S) of each of several sizes.
 
     Patches of the images of the first size may be hidden."""
     if hasattr(model, "forward_sizes"):
@@ -87,14 +87,16 @@ def packed_features(model: Any, sizes: Sequence[Tensor], hidden: Hidden | None =
 def packed_tokens(
     model: Any, sizes: Sequence[Tensor], hidden: Hidden | None = None
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return what enters a ViT's blocks: the tokens (T, D) of images of several sizes, and the shape (B, N) of each."""
+    """Return the input of a ViT's blocks: the tokens (T, D) of images of several sizes, and each size's shape (B,
+    N)."""
     tokens = [embedded(model, x, None if i else hidden) for i, x in enumerate(sizes)]
     return joined([x.flatten(0, 1) for x in tokens]), [(x.shape[0], x.shape[1]) for x in tokens]
 
 
 def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor:
-    """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block. A hidden patch has a
-    position; a patch that stands for another one has that one's."""
+    """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block.
+
+    The token or a patch that replaces another one gets the position of the replaced patch."""
     patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
     patches = patches if hidden is None else hide(patches, hidden)
     tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
@@ -102,7 +104,7 @@ def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor
 
 
 def hide(patches: Tensor, hidden: Hidden) -> Tensor:
-    """Return the patches (B, h, w, D) or (B, h * w, D) of images with others, or the token, in place of some."""
+    """Return patches (B, h, w, D) or (B, h * w, D), of which other patches or the token replace some."""
     if hidden.source is not None:
         patches = take(patches.flatten(1, -2), hidden.source).view_as(patches)
     mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
@@ -112,7 +114,7 @@ def hide(patches: Tensor, hidden: Hidden) -> Tensor:
 def packed_blocks(
     blocks: Sequence[Any], x: Tensor, shapes: Sequence[tuple[int, int]], factors: Tensor | None
 ) -> Tensor:
-    """Return the output (T, D) of blocks for tokens (T, D), with drop path's factors (blocks, 2, crops)."""
+    """Return the output (T, D) of blocks for tokens (T, D); `factors` (blocks, 2, crops) are those of drop path."""
     for block, (keep1, keep2) in zip(blocks, of_tokens(factors, shapes, len(blocks)), strict=True):
         x = add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep1)
         x = add(x, block.ls2(block.mlp(block.norm2(x))), keep2)
@@ -120,17 +122,17 @@ def packed_blocks(
 
 
 def unpacked(x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the rows of x (T, C) apart, as (B, N, C) for each of the shapes (B, N)."""
+    """Split the rows of x (T, C) by size, and return them as (B, N, C) for each of the shapes (B, N)."""
     return [part.view(*shape, -1) for part, shape in zip(x.split([b * n for b, n in shapes]), shapes, strict=True)]
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors end to end, and the only one as it is, without a copy."""
+    """Concatenate tensors along `dim`. A single tensor is returned as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
-    """Return x plus a residual branch, both (T, D), of which drop path keeps some crops."""
+    """Return x plus a residual branch, both (T, D), multiplied by drop path's factors `keep` (T, 1); None: by 1."""
     return x + branch if keep is None else torch.addcmul(x, branch, keep)
 
 
@@ -146,33 +148,32 @@ def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def by_head(x: Tensor, parts: int, attn: Any) -> tuple[Tensor, ...]:
-    """Return the parts of x (B, N, parts * D), such as query, key and value, each as (B, H, N, D / H)."""
-    # Unbound before the heads are moved: so the gradients of the parts are put together in one copy, instead of two.
+    """Split x (B, N, parts * D), such as query, key and value, into parts with heads (B, H, N, D / H)."""
+    # Parts are unbound before the heads are moved, so that their gradients are joined in one copy instead of two.
     each = x.unflatten(2, (parts, attn.num_heads, attn.head_dim)).unbind(2)
     return tuple(part.transpose(1, 2) for part in each)
 
 
 def drop_rates(blocks: Iterable[Any]) -> list[float]:
-    """Return the probability with which drop path drops each branch, two for each block."""
+    """Return the probability that drop path drops a branch, for both branches of each block."""
     branches = [m for block in blocks for m in (block.drop_path1, block.drop_path2)]
     return [m.drop_prob if isinstance(m, DropPath) and m.training else 0.0 for m in branches]
 
 
 def even(rates: Sequence[float]) -> bool:
-    """Return whether the rates of the blocks rise evenly, as timm's do."""
+    """Return whether the rates of the blocks rise linearly, as timm's do."""
     steps = max(len(rates) // 2 - 1, 1)
     line = [rates[0] + (rates[-1] - rates[0]) * (i // 2) / steps for i in range(len(rates))]
     return all(abs(a - b) < 1e-6 for a, b in zip(rates, line, strict=True))
 
 
 def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | None:
-    """Draw the factors (blocks, 2, crops) of all branches together: 0 with the rate of a branch, else 1 / (1 - rate).
+    """Draw the factors (blocks, 2, crops) of all branches together: 0 with a branch's rate, else 1 / (1 - rate).
 
-    `rates` are those of the branches, two for each block, and rise evenly. None stands for factors of 1.
-    """
+    `rates` has two for each block and rises linearly. None stands for factors of 1."""
     if not any(rates):
         return None
-    # Not a tensor of the rates: it would be copied from the host, which waits for that.
+    # The rates are computed on the device, as it would wait for a copy from the host.
     keep = 1 - torch.linspace(rates[0], rates[-1], len(rates) // 2, device=like.device, dtype=like.dtype)
     keep = keep.view(-1, 1, 1)
     return torch.bernoulli(keep.expand(-1, 2, crops)) / keep
@@ -181,7 +182,7 @@ def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | N
 def of_tokens(
     factors: Tensor | None, shapes: Sequence[tuple[int, int]], blocks: int
 ) -> Sequence[Sequence[Tensor | None]]:
-    """Return the factors (T, 1) of both branches of each block, alike for a crop's tokens; `shapes` are (B, N)."""
+    """Return the factors (T, 1) of both branches of each block, equal for all tokens of a crop; `shapes` are (B, N)."""
     if factors is None:
         return [(None, None)] * blocks
     parts = factors.flatten(0, 1).split([b for b, _ in shapes], 1)
@@ -191,8 +192,7 @@ def of_tokens(
 
 
 def drops_patches(model: Any) -> bool:
-    """Return whether `visible_tokens` trains the whole of a model: of timm's, only plain ViTs without layers after
-    their pooling."""
+    """Return whether `visible_tokens` trains all of a model: of timm's, plain ViTs without layers after pooling."""
     return (
         type(model) is VisionTransformer
         and model.attn_pool is None
@@ -201,8 +201,9 @@ def drops_patches(model: Any) -> bool:
 
 
 def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
-    """Return what a ViT's `forward_features` returns for images (B, 3, S, S) whose patches are dropped before the first
-    block, but for those at the positions kept (B, n), counted row by row: tokens (B, P + n, D)."""
+    """Return the output of a ViT's `forward_features`, tokens (B, P + n, D), for some patches of images (B, 3, S, S).
+
+    These are at the positions `kept` (B, n), counted row by row; the others are dropped before the first block."""
     x, first = embedded(model, images), model.num_prefix_tokens
     tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
     out: Tensor = model.norm(model.blocks(tokens))
@@ -210,8 +211,9 @@ def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
 
 
 def allow_dropping(model: Any) -> None:
-    """Let `keep_patches` choose how many patches of an image a model's blocks see. Raises UserError for a model whose
-    patches cannot be left out."""
+    """Let `keep_patches` choose how many patches of an image a model's blocks see.
+
+    Raises UserError for a model whose patches cannot be left out."""
     if not maskable(model):
         raise UserError(
             f"curriculum: {type(model).__name__} cannot leave patches out, or does so in every phase; expected a plain "
@@ -221,7 +223,7 @@ def allow_dropping(model: Any) -> None:
 
 
 def keep_patches(model: Any, share: float) -> None:
-    """Show the blocks of a model only this share of each image's patches while training, drawn anew in each forward."""
+    """Let a model's blocks see only this share of each image's patches in training, drawn anew in each forward pass."""
     model.patch_drop.prob = 1 - share
 
 
@@ -240,10 +242,11 @@ def class_token_pooled(model: Any) -> bool:
 
 
 def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the class tokens (B, 1, D) of what the model's `forward_features` returns for images (B, 3, S, S) of one
-    size or, of a model that packs, of several."""
+    """Return the class tokens (B, 1, D) from the output of the model's `forward_features` for images (B, 3, S, S).
+
+    The images have one size or, if the model packs, several."""
     *blocks, last = model.blocks
-    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # drop path draws block by block
+    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # drop path draws by block
         x = embedded(model, sizes[0])
         for block in blocks:
             x = block(x)
@@ -259,14 +262,14 @@ def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _factors_of(drop: nn.Module, x: Tensor) -> Tensor | None:
-    """Draw the factors (B, 1) of a branch of tokens (B, N, D), with the random numbers that timm draws for them."""
+    """Draw the factors (B, 1) of a branch for tokens (B, N, D), with the same random numbers as timm."""
     return drop(x.new_ones(len(x), 1)) if isinstance(drop, DropPath) and drop.drop_prob and drop.training else None
 
 
 def _last(
     block: Any, x: Tensor, shapes: Sequence[tuple[int, int]], keep1: Tensor | None, keep2: Tensor | None
 ) -> Tensor:
-    """Return the class tokens (crops, D) that a block makes of tokens (T, D) of crops with `shapes` (B, N)."""
+    """Return the class tokens (crops, D) after a block on tokens (T, D) of crops with `shapes` (B, N)."""
     token = add(_first(x, shapes), block.ls1(_attend_class(block.attn, block.norm1(x), shapes)), keep1)
     return add(token, block.ls2(block.mlp(block.norm2(token))), keep2)
 
@@ -276,7 +279,7 @@ def _first(x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _attend_class(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-    """Return what the class tokens (crops, D) receive in an attention layer with tokens (T, D)."""
+    """Return an attention layer's output (crops, D) for the class tokens, which attend to tokens (T, D)."""
     rows = [attn.attn_dim, 2 * attn.attn_dim]
     w_q, w_kv = attn.qkv.weight.split(rows)
     b_q, b_kv = (None, None) if attn.qkv.bias is None else attn.qkv.bias.split(rows)

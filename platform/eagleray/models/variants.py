@@ -1,9 +1,8 @@
 """Changes to networks for which timm has no argument: those of MoCo v3 and MAE to a ViT, and the stem of wide ResNets.
 
-To a ViT they are batch norm before the MLPs, a convolutional stem, its positions and the initialisation of layers
-(Chen, Xie and He 2021, arXiv:2104.02057; He et al. 2021, arXiv:2111.06377). The stem of a wide ResNet is widened as its
-stages are, as in SimCLR, BYOL and SwAV: timm takes the widths of the stages as `channels`, but keeps a stem of 64
-channels.
+A ViT gets batch norm before the MLPs, a convolutional stem, other positions or another initialisation (Chen, Xie and He
+2021, arXiv:2104.02057; He et al. 2021, arXiv:2111.06377). The stem of a wide ResNet is as many times wider as its
+stages, as in SimCLR, BYOL and SwAV: timm takes the widths of the stages as `channels`, but keeps a stem of 64 channels.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from eagleray.base.errors import UserError
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch norm of tokens (B, ..., D), over images and tokens. timm gives a projection's norm a device and a dtype."""
+    """Batch norm of tokens (B, ..., D), over images and tokens. `settings` are timm's device and dtype of a norm."""
 
     def __init__(self, dim: int, **settings: Any) -> None:
         super().__init__()
@@ -37,8 +36,7 @@ class BatchNormBlock(Block):  # type: ignore[misc]
     """A block of ViT-BN (section 6.1), with batch norm before the MLP.
 
     The norms before attention and at the end of the network stay layer norms: with all of them replaced, training does
-    not converge.
-    """
+    not converge."""
 
     def __init__(self, dim: int, *args: Any, **settings: Any) -> None:
         super().__init__(dim, *args, **settings)
@@ -48,8 +46,7 @@ class BatchNormBlock(Block):  # type: ignore[misc]
 class ConvStem(PatchEmbed):  # type: ignore[misc]
     """Four 3x3 convolutions of stride 2 and a 1x1 convolution replace the patch projection.
 
-    As in the authors' code, after Xiao et al. 2021, arXiv:2106.14881.
-    """
+    As in the authors' code, after Xiao et al. 2021, arXiv:2106.14881."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -78,11 +75,9 @@ ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def set_position(model: Any, name: str, position: str) -> None:
-    """Set a ViT's position table to fixed 2-D sine-cosine positions (`sincos`), zero for the class token, or let it be
-    resampled as in DINO (`dino`).
+    """Give a ViT fixed 2-D sine-cosine positions (`sincos`), zero for the class token, or DINO's resampling (`dino`).
 
-    Raises UserError for a model that is not made for it.
-    """
+    Raises UserError for a model without a position table, and for prefix tokens or a width that do not fit."""
     if getattr(model, "pos_embed", None) is None:
         raise UserError(f"backbone.position={position}: {name} has no position table")
     if position == "dino":
@@ -101,8 +96,7 @@ def set_position(model: Any, name: str, position: str) -> None:
 def _dino_position(self: Any, x: Tensor) -> Tensor:
     """Add positions to patches (B, h, w, D) as DINO does, and return tokens (B, P + h * w, D).
 
-    P is 1 with a class token and 0 without.
-    """
+    P is 1 with a class token and 0 without."""
     table = resample(self.pos_embed, self.patch_embed.grid_size, (x.shape[1], x.shape[2]))
     tokens = x.flatten(1, 2)
     if self.cls_token is not None:
@@ -111,10 +105,10 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
 
 
 def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
-    """Resample a grid (1, D, h, w) by these factors."""
+    """Resample a grid (1, D, h, w) bicubically by these factors."""
     if grid.is_cpu or not torch.are_deterministic_algorithms_enabled():
         return F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    # Its gradient has no fixed order on a GPU, that of the same product with a matrix has.
+    # The gradient of F.interpolate has no fixed order on a GPU; that of an equal product with a matrix has.
     h, w = grid.shape[2:]
     each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
     with torch.autocast(grid.device.type, enabled=False):
@@ -125,8 +119,7 @@ def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tenso
     """Resample a position table (1, P + N, D) to another grid, bicubic without antialiasing; the first P rows stay.
 
     DINO adds 0.1 to the size of the grid to avoid rounding errors. That moves the sampling points, and DINO's weights
-    were trained with the moved points.
-    """
+    were trained with the moved points."""
     if new == old:
         return table
     prefix = table.shape[1] - old[0] * old[1]
@@ -139,9 +132,8 @@ def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tenso
 def sincos(grid: tuple[int, int], dim: int, *, prefix: int) -> nn.Parameter:
     """Return fixed 2-D sine-cosine positions (1, prefix + N, dim) of a grid of N patches, zero for the prefix.
 
-    They are MoCo v3's. Those of MAE have the halves of the channels swapped, the columns before the rows, which makes
-    no difference to a network with random weights.
-    """
+    They are MoCo v3's. In MAE's, the halves of the channels, for rows and for columns, are swapped, which makes no
+    difference to a network with random weights."""
     table = build_sincos2d_pos_embed(list(grid), dim, interleave_sin_cos=True)
     return nn.Parameter(torch.cat([torch.zeros(prefix, dim), table]).unsqueeze(0), requires_grad=False)
 
@@ -155,8 +147,10 @@ def init_patch(projection: nn.Conv2d) -> None:
 
 
 def init_mae(module: nn.Module) -> None:
-    """Initialise a ViT or blocks of one as MAE's authors do: linear layers after Glorot and Bengio, without treating
-    query, key and value apart, the patch projection like a linear layer, tokens with a deviation of 0.02."""
+    """Initialise a ViT, or blocks of one, as MAE's authors do.
+
+    Linear layers are initialised after Glorot and Bengio, query, key and value as one layer, the patch projection like
+    a linear layer, and tokens with a standard deviation of 0.02."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
@@ -170,8 +164,7 @@ def init_mae(module: nn.Module) -> None:
 def widen_stem(model: Any, name: str) -> None:
     """Give a ResNet a stem of as many channels as its first stage has between its 1x1 convolutions, in place.
 
-    Raises UserError for a model other than a ResNet of bottleneck blocks whose stem is one convolution.
-    """
+    Raises UserError for a model other than a ResNet of bottleneck blocks whose stem is one convolution."""
     if not has_plain_stem(model):
         raise UserError(f"backbone.stem=wide: {name} is no ResNet of bottleneck blocks after one convolution")
     first = model.layer1[0]

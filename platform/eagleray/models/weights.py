@@ -19,31 +19,28 @@ from eagleray.models.pixels import OURS, Pixels
 from eagleray.models.readings import BIAS, best, shaped, to_timm, without_class_position
 from eagleray.models.tensor_files import KEY, State, load_tensors, mappings
 
-ENOUGH = 0.95  # the share of a backbone's parameters that a source must have
-# Files beside the weights on the Hub, of transformers and of timm, and their keys for mean and deviation of the pixels.
+ENOUGH = 0.95  # least share of a backbone's parameters in a source
+# Files beside the weights on the Hub, by transformers and timm, and their keys for the pixels' mean and std.
 CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json": ("mean", "std")}
 REGISTERS = ("reg_token", "register_tokens")
-BUFFERS = {"relative_position_index", "attn_mask"}  # timm no longer stores these buffers
-# What a backbone may lack, and the option with which it has it.
+BUFFERS = {"relative_position_index", "attn_mask"}  # buffers that timm no longer stores
+# Tensors that a backbone may lack, and the option that adds them.
 ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5", BIAS: "backbone.name=NAME_qkvb"} | dict.fromkeys(
     REGISTERS, "backbone.options.reg_tokens=N"
 )
-SOME = 3  # an error names this many of the keys
+SOME = 3  # number of keys that an error names
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and the number of attention heads by module where the source tells it.
-
-    The shapes of the tensors do not show the number of heads.
-    """
+    """Tensors by name, and the number of attention heads by module if the source tells it, as shapes do not show it."""
 
     source: str
     state: State
     heads: dict[str, int]
     key: str = KEY  # the key of the recipe that named the source; empty without a recipe
-    pixels: Pixels | None = OURS  # the pixels of their training; None: the source should say it and does not
-    places: Mapping[str, State] = {}  # instead of `state`: of a file, the tensors of each of its mappings
-    unread: Sequence[str] = ()  # the classes of objects in a file that were not read
+    pixels: Pixels | None = OURS  # mean and std of their training's pixels; None: the source does not tell, but should
+    places: Mapping[str, State] = {}  # used instead of `state` for a file: the tensors of each of its mappings
+    unread: Sequence[str] = ()  # classes of objects in the file that were not read
 
     @property
     def given(self) -> str:
@@ -51,7 +48,7 @@ class Weights(NamedTuple):
         return f"{self.key}={self.source}" if self.key else self.source
 
     def unconverted(self) -> "Weights":
-        """Return the same for a backbone whose images are converted before it gets them."""
+        """Return the same weights for a backbone whose images are already converted to their mean and std."""
         return self if self.pixels is None else self._replace(pixels=OURS)
 
 
@@ -59,17 +56,16 @@ class Weights(NamedTuple):
 class FillReport:
     """The keys of a backbone that a source matched, resized or lacked, and the keys of the source that were not used.
 
-    A key is followed by its shapes where they differ.
-    """
+    A key is followed by its shapes if they differ."""
 
     source: str
     matched: Sequence[str]
     resized: Sequence[str]
     missing: Sequence[str]
     left: Sequence[str]
-    share: float  # the filled share of the backbone's parameters, by number of elements
-    warning: str = ""  # a warning about the colours of the weights' training
-    choice: str = ""  # the tensors that were taken, where others fit as well
+    share: float  # share of the backbone's parameters that was filled, by number of elements
+    warning: str = ""  # warning about the mean and std of the weights' training
+    choice: str = ""  # the place of the tensors, if others fit as well
 
     def __str__(self) -> str:
         counts = f"{len(self.matched)} tensors matched, {len(self.resized)} resized, {len(self.missing)} missing"
@@ -86,7 +82,7 @@ class FillReport:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
-    """Return the tensors of a file, of which `fill` takes those that fit. Raises UserError when it has none."""
+    """Return the tensors of a file, from which `fill` chooses. Raises UserError when it has none."""
     places, unread = mappings(tensors)
     if not places and unread:
         raise UserError(f"{key}={source}: holds more than tensors; store its state dict alone (it has a {unread[0]})")
@@ -103,12 +99,11 @@ def from_module(source: str, model: nn.Module, key: str = KEY) -> Weights:
 
 
 def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillReport:
-    """Copy the tensors that fit into the backbone, which then takes pixels with our mean and deviation.
+    """Copy the tensors that fit into the backbone, which then takes pixels normalised with our mean and std.
 
-    Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, or when the shapes agree but
-    the architecture is another one. With `whole` also when the weights have layers inside of the backbone that it
-    lacks, without which their features are others.
-    """
+    Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, and when the shapes agree but
+    the architecture is another one; with `whole` also when the weights have layers inside of the backbone that it
+    lacks, so that its features would differ."""
     model = backbone.model
     own: State = {k: v for k, v in model.state_dict().items() if not in_adapter(k)}
     place, state, others = best(weights.places or {"": weights.state}, model)
@@ -140,7 +135,7 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillRe
 
 
 def _convert(model: nn.Module, weights: Weights, fitted: dict[str, Tensor]) -> str:
-    """Convert tensors to our colours. Return a warning where that cannot be done."""
+    """Convert tensors to our pixel mean and std. Return a warning if that is impossible, else an empty text."""
     if weights.pixels is None:
         return f"{weights.given}: its repository says no mean and deviation of pixels; it gets ours, {OURS}"
     if pixels.convert(model, fitted, weights.pixels):
@@ -152,7 +147,7 @@ def _convert(model: nn.Module, weights: Weights, fitted: dict[str, Tensor]) -> s
 
 
 def check_finite(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError when a tensor has a value that is no finite number, with which every loss is none either."""
+    """Raises UserError when a tensor has a value that is not finite, as then no loss would be finite."""
     wrong = next((k for k, v in tensors.items() if v.is_floating_point() and not v.isfinite().all()), None)
     if wrong:
         raise UserError(f"{weights.given}: {wrong} has values that are NaN or infinite")
@@ -161,7 +156,7 @@ def check_finite(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
 def _check(
     model: nn.Module, weights: Weights, report: FillReport, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Check that the weights belong to this architecture. Raises UserError when they do not."""
+    """Raises UserError when the weights do not belong to this architecture."""
     given = weights.given
     if report.share < ENOUGH:
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
@@ -185,10 +180,10 @@ def _check(
 
 
 def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]) -> None:
-    """Check that the weights have no layers inside of the backbone that it lacks. Raises UserError."""
+    """Raises UserError when the weights have layers inside of the backbone that it lacks."""
     own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
     inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
-    inside -= _classifiers(model)  # the norm in ConvNeXt's is the backbone's
+    inside -= _classifiers(model)  # the norm in ConvNeXt's classifier belongs to the backbone
     extra = [k for k in state if k not in own and k.rpartition(".")[2] not in buffers]
     extra = [k for k in extra if k.partition(".")[0] in inside or k in REGISTERS]
     if not extra:
@@ -204,7 +199,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
 
 
 def _classifiers(model: nn.Module) -> set[str]:
-    """Return the names of the top modules that hold the classifiers of a timm model, which a backbone is without."""
+    """Return the names of the top modules with the classifiers of a timm model, which a backbone does not have."""
     named = getattr(model, "default_cfg", {}).get("classifier") or ()
     return {name.partition(".")[0] for name in ([named] if isinstance(named, str) else named)}
 
@@ -220,11 +215,11 @@ def from_timm(source: str, key: str = KEY) -> Weights:
         known = timm.list_models(pretrained=True)
         raise UserError(f"{key}={TIMM}{name}: timm has no weights of this name{config.nearest(name, known)}")
     overlay = hub.timm_overlay(timm.get_pretrained_cfg(name), f"{key}={TIMM}{name}")
-    # Many libraries raise here: no network, a full disk, no such file.
+    # Many libraries raise here: without a network, on a full disk, for a missing file.
     with explained(f"{key}={TIMM}{name}: cannot be fetched", Exception):
         model: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
     settings = timm.get_pretrained_cfg(name)
-    assert settings is not None  # its weights were just loaded by this name
+    assert settings is not None  # the weights were just loaded by this name
     return from_module(source, model, key)._replace(pixels=Pixels(tuple(settings.mean), tuple(settings.std)))
 
 
@@ -236,7 +231,7 @@ def from_hub(source: str, key: str = KEY) -> Weights:
 
 
 def hub_pixels(repository: str) -> Pixels | None:
-    """Return the mean and deviation that a repository of the Hub says beside its weights; None if it says none."""
+    """Return the pixel mean and std that a repository of the Hub states beside its weights; None if it states none."""
     for name, keys in CONFIGS.items():
         try:
             stated = json.loads(hub.fetch(repository, [name], given=repository).read_text())
@@ -245,7 +240,7 @@ def hub_pixels(repository: str) -> Pixels | None:
                 return Pixels((0.0,) * 3, (1.0,) * 3)
             mean, std = (tuple(float(x) for x in inside[key]) for key in keys)
         except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # it has no such file, or one that says nothing of pixels
+            continue  # no such file, or nothing about pixels in it
         if len(mean) == len(std) == len(OURS.mean) and min(std) > 0:
             return Pixels(mean, std)
     return None

@@ -34,8 +34,8 @@ def absolute(path: str) -> str:
     return store.absolute(path)
 
 
-Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # for a batch of 256; they scale linearly with it
-Keys = Annotated[str, AfterValidator(absolute)]  # a file with the keys of images
+Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # for a batch of 256, and scaled linearly with it
+Keys = Annotated[str, AfterValidator(absolute)]  # path of a file with the keys of images
 
 
 class Knn(FeatureProtocol):
@@ -44,7 +44,7 @@ class Knn(FeatureProtocol):
     about = "weighted vote of the k nearest training images, as in DINO and InstDisc"
     ranks = True
     k: PositiveInt = Evaluate.k
-    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours to measure top-1 with
+    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours for which top-1 is measured
     temperature: PositiveFloat = Evaluate.temperature
     recipe = ("k", "temperature", "size", "resize")
 
@@ -81,7 +81,7 @@ class CropProtocol(Protocol["ProbeSets"]):
     """A training on random crops of labelled images, with tests on centre crops."""
 
     ranks = True
-    size: PositiveInt = Evaluate.size  # side of the crops, in pixels
+    size: PositiveInt = Evaluate.size  # side of the square crops, in pixels
     resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
     epochs: PositiveInt
     batch: PositiveInt
@@ -142,7 +142,7 @@ class SuiteOf18(FrozenProtocol["SuiteFeatures"]):
     """The logistic protocol on every data set of EsViT's suite whose shards are in ROOT/NAME/SPLIT."""
 
     about = "the logistic protocol on the 18 datasets of EsViT"
-    reference: str | None = None  # folder of another evaluation, whose results of the suite are compared with
+    reference: str | None = None  # folder of another evaluation, with whose results of the suite to compare
     seed: NonNegativeInt = 0
 
     def data(self) -> Suite:
@@ -160,7 +160,7 @@ class Correspondence(PatchProtocol):
     about = "how often a patch is matched to itself in the mirrored image, as in EsViT"
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
-    limit: PositiveInt = 50_000  # images; as in the paper: ImageNet's validation images
+    limit: PositiveInt = 50_000  # largest number of images, as many as ImageNet's validation set, the paper's
     recipe = ("size", "resize")
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
@@ -174,11 +174,11 @@ class Attention(ImageProtocol):
 
     about = "attention maps of the last block, head by head"
     size: PositiveInt = 480
-    limit: PositiveInt = 64  # images over which entropies are averaged
-    mass: Share = 0.6  # share of the attention that the fewest patches are selected to hold
-    heads: PositiveInt = 6  # heads that are drawn
+    limit: PositiveInt = 64  # most images over which entropies are averaged
+    mass: Share = 0.6  # share of the attention that the selected patches hold together, as few as possible
+    heads: PositiveInt = 6  # number of heads that are drawn
     query: tuple[Share, ...] = ()  # x and y of the patch whose attention the maps show; none: the class token
-    points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x and y of each query
+    points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x, y of each query patch
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
         from eagleray.protocols.visual.attention import attention
@@ -205,7 +205,7 @@ class Neighbours(ImageProtocol):
     about = "contact sheets of nearest images"
     recipe = ("size",)
     size: PositiveInt = Evaluate.size
-    limit: PositiveInt = 1000  # images to search
+    limit: PositiveInt = 1000  # most images that are searched
     queries: PositiveInt = 8
     k: PositiveInt = 8
 
@@ -221,7 +221,7 @@ class Pairs(PatchProtocol):
     about = "most similar patches of two views and of two images"
     size: PositiveInt = 224
     images: PositiveInt = 3
-    limit: PositiveInt = 64  # images among which the nearest one is looked for
+    limit: PositiveInt = 64  # most images that are searched for the nearest one
     one: str = ""  # `one` and `other` name two images of the user: files or keys of samples
     other: str = ""
 
@@ -236,7 +236,7 @@ class Throughput(Protocol[None]):
 
     about = "images/s, parameters, multiply-adds and memory"
     size: PositiveInt = Evaluate.size
-    batch: PositiveInt | None = None  # images; None: 128, or 4 on a CPU
+    batch: PositiveInt | None = None  # images in a batch; None: 128, or 4 on a CPU
     rounds: PositiveInt = 10
     recipe = ("size",)
 
@@ -249,7 +249,7 @@ class Throughput(Protocol[None]):
         return throughput(backbone, self, workspace.note)
 
 
-# Where the papers' scripts differ from protocols/linear.py: all of them leave the features unscaled. Their rates lie in
+# Settings in which the papers' scripts differ from protocols/linear.py. They do not scale features. Their rates lie in
 # the middle of ours.
 DINO = {"epochs": 100, "batch": 1024, "scaled": False, "rates": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)}
 MOCO = {"epochs": 90, "batch": 1024, "scaled": False, "rates": (0.1, 0.3, 1.0, 3.0, 10.0)}

@@ -37,8 +37,7 @@ def roc_auc(scores: Array, y: Array) -> float:
 
 
 def map11(scores: Array, marks: Array) -> float:
-    """Return the mean over classes of VOC 2007's 11-point average precision in percent, for scores (n, C) and marks (n,
-    C).
+    """Return the mean over classes of VOC 2007's 11-point average precision in percent, for scores and marks (n, C).
 
     A mark is 1 if the sample has the class, 0 if not, and -1 if the sample does not count for this class. Classes
     without samples are left out."""

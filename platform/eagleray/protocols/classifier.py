@@ -37,8 +37,7 @@ def classifier(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> dict[str, float]:
-    """Measure top-1 and top-5 accuracy in percent on the labelled images, and the mean of the top-1 accuracies of the
-    classes.
+    """Measure top-1 and top-5 accuracy in percent on the labelled images, and top-1 as a mean over classes.
 
     The ranks share the images, and all return the same numbers. Images that do not decode are left out."""
     mine = own_samples(labelled_samples(index))
@@ -61,8 +60,7 @@ def classifier(
 
 
 def accuracies(label: np.ndarray, position: np.ndarray) -> dict[str, float]:
-    """Return the accuracies in percent, given the true class of each image (n,) and its position (n,) in the ranking of
-    the predicted scores, counted from 0."""
+    """Return accuracies in percent from each image's true class (n,) and its rank (n,) by predicted score, from 0."""
     if not len(label):
         return {}
     right = position == 0

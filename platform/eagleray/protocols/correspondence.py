@@ -22,43 +22,43 @@ from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric, sampling
 
-PAIRS, TOKENS = 10, 49  # most similar pairs of an image that count; of its patches in the paper
-BATCH = 128  # images, two views of each
-# The paper says RandomGrayscale; the authors' code, which made the paper's numbers, makes every second view grey.
+PAIRS, TOKENS = 10, 49  # number of most similar pairs that count for an image, and its patches in the paper
+BATCH = 128  # images in a batch, with two views each
+# The paper's text has RandomGrayscale; the authors' code, which made its numbers, makes every second view grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
 
 
 class Matches(NamedTuple):
     """The k most similar pairs of patches of two images, the most similar first."""
 
-    one: Tensor  # (..., k) patches of one image
-    other: Tensor  # (..., k) the most similar patch of the other image for each
+    one: Tensor  # (..., k) indices of patches of one image
+    other: Tensor  # (..., k) index of the most similar patch of the other image for each
     cosine: Tensor  # (..., k)
 
 
 def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
-    """Pair every patch of one image (..., N, D) with the most similar patch of the other (..., M, D), and return the k
-    most similar of these N pairs.
+    """Return the k most similar of N pairs: each patch of one image (..., N, D) with its most similar one of the other.
 
-    If N is smaller than k, all pairs are returned. Among equally similar patches the first wins, so the result is
-    deterministic."""
+    The other image is (..., M, D). If N is smaller than k, all pairs are returned. Among equally similar patches the
+    first wins, so the result is deterministic."""
     nearest = (F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).mT).max(-1)
     cosine, order = (x[..., :k] for x in nearest.values.sort(dim=-1, descending=True, stable=True))
     return Matches(order, nearest.indices.gather(-1, order), cosine)
 
 
 def pairs_of(patches: int) -> int:
-    """Return how many pairs of an image with so many patches count: the paper's number, and where there are fewer
-    patches than in the paper the same share of them."""
+    """Return how many pairs count for an image with this number of patches.
+
+    It is the paper's number or, with fewer patches than in the paper, the same share of them."""
     return min(PAIRS, max(1, round(PAIRS * patches / TOKENS)))
 
 
 def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int | None = None) -> Tensor:
-    """Return the accuracy and the error (..., 2) of the k most similar matches, by default `pairs_of` the patches,
-    between an image and its mirror image, both of size (H, W).
+    """Return the accuracy and the error (..., 2) of the k most similar matches between an image and its mirror image.
 
-    Each has patches (..., N, D). The true match of a patch is the patch at its mirrored position. The error is the
-    distance between the centres of the matched and the true patch in pixels."""
+    Both have patches (..., N, D) and size (H, W); k is by default `pairs_of` the patches. The true match of a patch is
+    the patch at its mirrored position. The error is the distance between the centres of the matched and the true patch
+    in pixels."""
     h, w = grid
     pairs = matches(one, other, k or pairs_of(h * w))
     down = pairs.other // w - pairs.one // w
@@ -73,13 +73,12 @@ def correspondence(backbone: Backbone, index: Index, settings: Correspondence) -
     """Measure the accuracy of matches, from 0 to 1, and their error in pixels, as means over at most `limit` images.
 
     Every call uses the same images, and all ranks return the same numbers. Images that do not decode are left out.
-
     Raises UserError when no image decodes."""
     device = next(backbone.parameters()).device
     mine = np.array_split(subset(np.arange(len(index)), settings.limit), dist.size())[dist.rank()]
     parts = [np.empty((0, 2))]
     for samples, crops in batches(index, mine, settings.size, settings.resize, BATCH):
-        # In float32 also on a GPU: neighbouring patches differ by little.
+        # Features are in float32 also on a GPU, because neighbouring patches differ little.
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
         parts.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())

@@ -24,9 +24,9 @@ from eagleray.protocols.features import own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 
-PARTS = 5  # the jackknife of LiDAR leaves out one part at a time
-RIDGE = 1e-4  # added to the covariance of crops, as in the paper
-AREA = 0.2, 1.0  # the share of the centre square that a crop takes
+PARTS = 5  # parts of the images; the jackknife of LiDAR leaves out one at a time
+RIDGE = 1e-4  # added to the diagonal of the covariance of crops, as in the paper
+AREA = 0.2, 1.0  # range of a crop's area, as a share of the centre square
 
 
 def measure_crops(
@@ -39,13 +39,12 @@ def measure_crops(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> tuple[float, float, float] | None:
-    """Return in percent how often the second crop of an image is nearest, by the cosine of pooled features, to the
-    first crop of the same image, of the first crops of all samples that decode, then LiDAR and its standard error; None
-    if fewer than PARTS of them do.
+    """Return in percent how often the second crop of an image finds the first, then LiDAR and its standard error.
 
-    Crops of `size` pixels are cut from the centre square of the image with its short side at `resize`. They depend on
-    the sample alone, so that all backbones see the same ones. Each rank embeds a share. Called by all ranks together.
-    """
+    It finds the first crop if that is the nearest, by the cosine of pooled features, of the first crops of all samples
+    that decode. Returns None if fewer than PARTS decode. Crops of `size` pixels are cut from the centre square of the
+    image with its short side at `resize`. They depend on the sample alone, so that all backbones see the same ones.
+    Each rank embeds a share. Called by all ranks together."""
     embed = partial(features_of_crops, backbone, index, own_samples(samples), size, resize, precision, reading)
     mine = dist.together(embed)
     pairs = dist.gather(mine, dist.gather_objects(len(mine)))
@@ -56,8 +55,9 @@ def measure_crops(
 
 @torch.no_grad()
 def numbers(pairs: Tensor) -> tuple[float, float, float]:
-    """Return the numbers of the features (n, 2, D) of two crops of each image. The error is that of the jackknife over
-    PARTS parts of the images."""
+    """Return the share found, LiDAR and its standard error for the features (n, 2, D) of two crops of each image.
+
+    The error is that of the jackknife over PARTS parts of the images."""
     first, second = F.normalize(pairs, dim=2).unbind(1)
     x = pairs.double().cpu()
     part = torch.arange(len(x)) % PARTS
@@ -67,15 +67,16 @@ def numbers(pairs: Tensor) -> tuple[float, float, float]:
 
 
 def share_found(first: Tensor, second: Tensor) -> float:
-    """Return in percent how often the second crop of an image is nearest to the first crop of the same image, from
-    their unit features (n, D)."""
+    """Return in percent how often an image's second crop is nearest to its first, from their unit features (n, D)."""
     own = (second @ first.T).argmax(1) == torch.arange(len(first), device=first.device)
     return 100 * int(own.sum()) / len(first)
 
 
 def lidar(x: Tensor) -> float:
-    """Return LiDAR of the features (n, 2, D), float64, of two crops of each image: from 1 to D, the exp of the entropy
-    of the eigenvalues of the covariance between images, in units of that between crops of an image."""
+    """Return LiDAR of the features (n, 2, D), float64, of two crops of each image: a number from 1 to D.
+
+    It is the exponential of the entropy of the eigenvalues of the covariance between images, in units of the covariance
+    between crops of an image."""
     within = (x[:, 0] - x[:, 1]).T @ (x[:, 0] - x[:, 1]) / (2 * len(x))
     root = torch.linalg.cholesky(within + RIDGE * torch.eye(x.shape[2], dtype=x.dtype))
     between = torch.cov(x.mean(1).T).reshape(x.shape[2], -1)
@@ -110,8 +111,9 @@ def features_of_crops(
 
 
 def random_crops(images: Tensor, samples: list[int], size: int, number: int) -> Tensor:
-    """Return a random square crop (b, 3, size, size) of each image (b, 3, S, S), uint8: the crop of this number of a
-    sample is always the same."""
+    """Return a random square crop (b, 3, size, size) of each image (b, 3, S, S), uint8.
+
+    The crop follows from the sample and from `number`, which tells the crops of a sample apart."""
     side, out = images.shape[-1], []
     for sample, image in zip(samples, images, strict=True):
         draw = np.random.default_rng([zlib.crc32(b"crop"), number, sample])

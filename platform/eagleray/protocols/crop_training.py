@@ -1,11 +1,12 @@
 """Train classifiers on random crops of labelled images, as papers do, and test them on centre crops.
 
 The random crops are torchvision's RandomResizedCrop and a flip, nothing else. Each rank has some of the centre crops.
+The random crops follow from the seed, the epoch and the sample, and the batches do not depend on the number of ranks.
 
-The crops follow from the seed, the epoch and the sample, and the batches do not depend on the number of ranks. Of
-semi-supervised learning, the labelled images are the same number of each class, drawn by the seed, as Chen et al. 2020
-(SimCLR, arXiv:2002.05709, section 6) draw 1 % and 10 % of ImageNet, or those of a list such as theirs. H classifiers, C
-classes, D features."""
+For semi-supervised learning, either equally many labelled images of each class are drawn by the seed, as Chen et al.
+2020 (SimCLR, arXiv:2002.05709, section 6) draw 1 % and 10 % of ImageNet, or a list such as theirs names the images. H
+classifiers, C classes, D features.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -33,15 +34,16 @@ from eagleray.protocols.probes import ProbeSets
 from eagleray.storage import store
 from eagleray.views.sampling import Views
 
-LANES = 64  # parts of the data that a batch is read from, as in pretraining; fewer where they do not divide it
-SAID = 5  # broken images that are named
-TOP = 5  # guesses that count besides the first
+LANES = 64  # parts of the data that a batch is read from, as in pretraining; fewer if 64 does not divide the batch
+SAID = 5  # most broken images that messages name
+TOP = 5  # guesses of top-5 accuracy, which is measured beside top-1
 
 
 @dataclass(frozen=True)
 class AugmentedBatches:
-    """The training batches of some samples of an index, for a number of epochs. Images at the end of an epoch that do
-    not fill a batch are left out of it."""
+    """The training batches of some samples of an index, for a number of epochs.
+
+    The last images of an epoch are left out if they do not fill a batch."""
 
     stream: Stream
     epochs: int
@@ -70,7 +72,7 @@ class AugmentedBatches:
             raise UserError(f"--workers {dist.size()}: expected at most {batch}, the images of a batch")
         weight = np.zeros(len(index), np.float32)
         weight[samples] = 1
-        # MoCo v3's and DINO's scripts crop with torchvision's defaults: this scale, bilinear.
+        # As in MoCo v3's and DINO's scripts, crops have torchvision's defaults: this scale, bilinear.
         view = View(size=size, scale=(0.08, 1.0), interpolation="bilinear", flip=0.5, jitter=0.0, gray=0.0)
         selection = Selection(weight) if len(samples) < len(index) else None
         stream = Stream(index, Views.of([view]), seed, math.gcd(batch, LANES), batch, selection=selection)
@@ -82,10 +84,10 @@ class AugmentedBatches:
         return self.epochs * self.stream.steps_per_epoch
 
     def __call__(self, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """Yield this rank's rows of each batch from the step `start` on. Images that do not decode are replaced by
-        others, and noted.
+        """Yield this rank's rows of each batch from the step `start` on.
 
-        Raises UserError or Outage when the images cannot be read."""
+        An image that does not decode is replaced by another one, and noted. Raises UserError or Outage when the images
+        cannot be read."""
         workers = processes("auto", cpu_share.cpus())
         loader = Loader(self.stream, rank=dist.rank(), ranks=dist.size(), workers=workers, device=self.device)
         broken: set[tuple[str, str]] = set()
@@ -105,10 +107,10 @@ def class_numbers(index: Index, samples: NDArray[np.int64], device: torch.device
 def centre_crops(
     backbone: Backbone, classes: Tensor, index: Index, samples: NDArray[np.int64], *, size: int, resize: int, kind: str
 ) -> LabelledFeatures:
-    """Return the features of this rank's share of the samples, on the device, with classes counted from 0. `classes`
-    (C,) are their labels in ascending order. Called by all ranks together.
+    """Return the features of this rank's share of the samples, on the device, with classes counted from 0.
 
-    Raises UserError when no image decodes."""
+    `classes` (C,) are all labels in ascending order. Called by all ranks together. Raises UserError when no image
+    decodes."""
     reading = Reading.beside(classes.device)
     x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind], reading=reading)[kind]
     if not sum(dist.gather_objects(len(y))):
@@ -131,7 +133,7 @@ def top_accuracies(scores: Callable[[Tensor], Tensor], features: LabelledFeature
 
 
 def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict[str, float]:
-    """Return the numbers without those of top-5, which say nothing, if there are fewer than five classes."""
+    """Return the numbers, without top-5 accuracies if there are fewer than five classes, as they would say nothing."""
     if classes >= TOP:
         return numbers
     note(f"no top-5 accuracy: {classes} classes")
@@ -139,7 +141,7 @@ def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict
 
 
 def choose(sets: ProbeSets, labels: float | str, seed: int) -> ProbeSets:
-    """Return the sets with a part of the training images: the share `labels`, or those that the file `labels` names.
+    """Return the sets with a part of the training images: the share `labels`, or images that the file `labels` names.
 
     Raises UserError when the share or the file cannot be used, and when a class is left without an image."""
     if isinstance(labels, str):
@@ -156,10 +158,10 @@ def choose(sets: ProbeSets, labels: float | str, seed: int) -> ProbeSets:
 
 
 def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float, seed: int) -> NDArray[np.int64]:
-    """Draw a share of the samples, in their order, with equally many of each class, or one more. A class with fewer
-    samples than that keeps them all. `label` (N,) are the classes of all samples.
+    """Draw a share of the samples, with equally many of each class or one more, and return them in ascending order.
 
-    Raises UserError when there is not one for each class."""
+    A class with fewer samples keeps them all. `label` (N,) are the classes of all samples. Raises UserError when the
+    share is smaller than one image of each class."""
     classes, of = np.unique(label[samples], return_inverse=True)
     total = round(share * len(samples))
     if total < len(classes):
@@ -172,15 +174,15 @@ def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float,
     shuffled = rng.permutation(len(samples))
     by_class = shuffled[np.argsort(of[shuffled], kind="stable")]
     first = np.cumsum(np.bincount(of)) - np.bincount(of)
-    position = np.arange(len(samples)) - first[of[by_class]]  # rank of each sample within its class
+    position = np.arange(len(samples)) - first[of[by_class]]  # position of each sample within its class
     return np.sort(samples[by_class[position < wanted[of[by_class]]]])
 
 
 def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int64]:
-    """Return the samples that a text file names, one in each line: by the key, or without the folders in the key. What
-    follows the first dot of a name, such as .JPEG, does not count.
+    """Return the samples that a text file names, one in each line, by the key with or without its folders.
 
-    Raises UserError when the file cannot be read, or a line does not name exactly one of the samples."""
+    What follows the first dot of a name, such as .JPEG, does not count. Raises UserError when the file cannot be read,
+    or a line does not name exactly one of the samples."""
     no_file = f"--labels {url}: no such file; expected a share of the labels or a file with keys"
     no_text = f"--labels {url}: not a text file; expected one key of an image in each line"
     with explained(no_file, FileNotFoundError, why=False), explained(no_text, UnicodeDecodeError, why=False):
@@ -202,6 +204,6 @@ def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int
 
 
 def without_extension(name: str) -> str:
-    """Return a name up to the first dot after its folders."""
+    """Return a name without what follows the first dot after its folders."""
     folder, slash, last = name.rpartition("/")
     return folder + slash + last.partition(".")[0]

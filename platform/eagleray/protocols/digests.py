@@ -23,6 +23,6 @@ def weights_digest(net: nn.Module, *about: object) -> str:
 
 
 def tree_digest(root: Path, *, times: bool = False) -> str:
-    """Return the digest of the names and sizes of all files in a folder, and with `times` also of their dates."""
+    """Return the digest of the names and sizes of a folder's files and, with `times`, of their modification times."""
     files = sorted((str(p.relative_to(root)), p.stat()) for p in root.rglob("*") if p.is_file())
     return digest([(name, s.st_size, s.st_mtime_ns if times else 0) for name, s in files])

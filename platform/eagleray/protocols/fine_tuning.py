@@ -1,8 +1,9 @@
 """Fine-tune a backbone as part of a larger network, or a classifier on it, on one rank or several.
 
-The global batches do not depend on the number of ranks: each rank takes its rows of them. Gradients are averaged and
+The global batches do not depend on the number of ranks: each rank takes some of their rows. Gradients are averaged and
 batch norm is synchronised over ranks, as with mmsegmentation's SyncBN and in XCiT's detectors; dropout and drop path
-are drawn on each rank. Rank 0 writes the checkpoints, from which any number of ranks continues."""
+are drawn on each rank. Rank 0 writes the checkpoints, from which any number of ranks continues.
+"""
 
 import itertools
 import time
@@ -25,15 +26,14 @@ from eagleray.engine.world import World
 from eagleray.storage.ordered_map import ordered_map
 
 T = TypeVar("T")
-LINES = 20  # progress lines of a training
-SILENCE = 60.0, 0.1  # another line is due after so many seconds, and after this share of the time so far
-SAVE_SECONDS = 300.0  # between checkpoints
-DROP_PATHS = ("drop_path", "drop_path1", "drop_path2")  # names of modules in blocks of timm
+LINES = 20  # number of evenly spaced progress lines of a training
+SILENCE = 60.0, 0.1  # longest time between lines: the larger of these seconds and this share of the time so far
+SAVE_SECONDS = 300.0  # seconds between checkpoints
+DROP_PATHS = ("drop_path", "drop_path1", "drop_path2")  # names of drop path modules in timm's blocks
 
 
 class Trainee(nn.Module):
-    """A network that the training loop `loop.fit` can train. It has no momentum teacher, so nothing is updated after a
-    step."""
+    """A network that `loop.Trainer` can train, without a momentum teacher to update after a step."""
 
     def before_step(self, at: Progress) -> None:
         pass
@@ -42,10 +42,10 @@ class Trainee(nn.Module):
 
 
 def set_drop_path(model: nn.Module, rate: float) -> float:
-    """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model in place: they rise linearly
-    from 0 at the first block to `rate` at the last.
+    """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model in place.
 
-    Returns the rate of the last block, or 0 for a model without drop path modules."""
+    They rise linearly from 0 at the first block to `rate` at the last. Returns the rate of the last block, or 0 for a
+    model without drop path modules."""
     blocks: list[tuple[nn.Module, list[str]]] = []
     for block in model.modules():
         names = [name for name, part in block.named_children() if name in DROP_PATHS or isinstance(part, DropPath)]
@@ -58,9 +58,9 @@ def set_drop_path(model: nn.Module, rate: float) -> float:
 
 
 def divide(batch: int) -> tuple[int, ...]:
-    """Return how many of the rows of a batch each rank takes, in rank order.
+    """Return how many rows of a batch each rank takes, in rank order.
 
-    Raises UserError when there are not enough for all."""
+    Raises UserError when the batch has fewer rows than there are ranks."""
     ranks = dist.size()
     if batch < ranks:
         raise UserError(f"--workers {ranks}: expected at most {batch}, the images of a batch")
@@ -68,7 +68,7 @@ def divide(batch: int) -> tuple[int, ...]:
 
 
 def read_beforehand(read: Callable[[T], object], things: Sequence[T]) -> None:
-    """Read the files of a validation once, so that a wrong one is known before the training instead of after it.
+    """Read the files of a validation once before the training, so that a wrong file is not first met after it.
 
     Each rank reads a part. Raises the error of `read`, on all ranks."""
     mine = itertools.islice(things, dist.rank(), None, dist.size())
@@ -76,7 +76,7 @@ def read_beforehand(read: Callable[[T], object], things: Sequence[T]) -> None:
 
 
 def own(rows: tuple[int, ...]) -> range:
-    """Return the positions in a batch that this rank takes, from the numbers of rows of all ranks."""
+    """Return this rank's positions in a batch, from the numbers of rows of all ranks."""
     first = dist.offset(rows)
     return range(first, first + rows[dist.rank()])
 
@@ -100,9 +100,8 @@ def fine_tune(
 
     `algorithm` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
     each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a folder of this
-    machine for files on their way. Called by all ranks together.
-
-    Raises UserError when the checkpoints or the data cannot be read."""
+    machine for files on their way. Called by all ranks together. Raises UserError when the checkpoints or the data
+    cannot be read."""
     device = next(net.parameters()).device
     world = World(device)
     world.synchronise(net)
@@ -152,7 +151,7 @@ class ProgressReport:
         self.began = self.last = time.monotonic()
 
     def __call__(self, done: int, loss: Tensor) -> None:
-        """Print a line after `done` steps if the last line is long enough ago."""
+        """Print a line after `done` steps if one is due."""
         now = time.monotonic()
         least, share = SILENCE
         due = done * LINES // self.steps > (done - 1) * LINES // self.steps

@@ -1,6 +1,6 @@
-"""Read the centre crops of images in the order of their numbers, by blocks, in threads or in loader processes.
+"""Read the centre crops of images in the order of their numbers, in threads or in loader processes.
 
-Neighbouring images are fetched with one ranged read, as in training, and their checksums are compared.
+Neighbouring images are fetched with one ranged read, as in training, and their checksums are verified.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 from eagleray.views.crop import centre_crop
 
-BATCH = 256  # images in a forward pass; a batch is never divided, so that it is the same on any number of ranks
-AHEAD = 4  # batches that are read and decoded while one is in the backbone
-PIECE = 32  # images that a thread decodes in a row
-GAP = 2**20  # bytes between two images that are fetched with them rather than with a second read
+BATCH = 256  # images in a forward pass; batches are never divided, so that they are the same on any number of ranks
+AHEAD = 4  # batches read and decoded ahead of the one in the backbone
+PIECE = 32  # consecutive images that a thread decodes
+GAP = 2**20  # most bytes between two images that are fetched with one read
 
 Crops = tuple[Tensor, Tensor]  # numbers of the samples (b,), and their centre crops (b, 3, S, S), uint8
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Names what reads the images, threads of this process or loader processes, and a node's cache of blocks."""
+    """How images are read: by threads of this process or by loader processes, and with or without a cache of blocks."""
 
     workers: int = 0  # loader processes; 0: threads of this process
     cache: Cache | None = None
@@ -46,9 +46,10 @@ class Reading:
 
     @classmethod
     def beside(cls, device: torch.device) -> "Reading":
-        """Return what reads images while a backbone computes on a device: loader processes where the device computes by
-        itself, as threads would take turns with the one that dispatches its work; threads on the CPU, where processes
-        would only take it from the backbone."""
+        """Return how to read images while a backbone computes on a device.
+
+        On an accelerator these are loader processes, as threads would delay the thread that starts its work. On the CPU
+        they are threads, as processes would only take the CPU from the backbone."""
         return cls(processes("auto", cpu_share.cpus())) if devices.is_accelerator(device) else THREADS
 
 
@@ -68,13 +69,12 @@ def batches(
     """Yield the numbers of the samples in a batch that decode, and their centre crops (b, 3, size, size), uint8.
 
     While the caller uses a batch on the device, the next batches are read. Batches without a good image are left out.
-
     Raises UserError or Outage when the images cannot be read."""
     chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
     crops = _CentreCrops(index, chunks, size, resize, reading)
     workers = min(reading.workers, len(chunks))
     pinned = workers > 0 and devices.has_streams(device)
-    own = torch.Generator()  # not the one of the training, from which PyTorch would draw a seed
+    own = torch.Generator()  # not PyTorch's global generator, which the training uses
     with loaded(crops, workers, pin_memory=pinned, generator=own) as (items, _):
         for item in items:
             if isinstance(item, Exception):
@@ -86,9 +86,9 @@ def batches(
 
 @dataclass(frozen=True)
 class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
-    """Yields the centre crops of each chunk of samples in order; a loader process yields its share of the chunks.
+    """Yields the centre crops of each chunk of samples in order; a loader process yields those of its share of chunks.
 
-    An error is yielded, as PyTorch would turn its message into that of a traceback."""
+    An error is yielded, not raised: PyTorch would wrap it in a traceback of the loader process."""
 
     index: Index
     chunks: list[NDArray[np.int64]]
@@ -114,8 +114,8 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
             yield e
 
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
-        """Request the blocks of a batch now; its images are decoded when the pool comes to them."""
-        with torch.inference_mode(False):  # the threads that write to the tensor are not in that mode
+        """Request the blocks of a batch, and return the batch. The threads of the pool decode its images later."""
+        with torch.inference_mode(False):  # the pool's threads, which write to the tensor, are in normal mode
             batch = _Batch(chunk, pixel_buffer(len(chunk), planes(self.index.channels), self.size, self.size), [])
         row = 0
         for block, samples in self._blocks(fetcher, chunk):
@@ -126,7 +126,9 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         return batch
 
     def _blocks(self, fetcher: Fetcher, chunk: NDArray[np.int64]) -> list[tuple[Block, NDArray[np.int64]]]:
-        """Request the parts of blocks that hold these samples, in order, and return each with its samples."""
+        """Request the bytes of the samples `chunk` (b,), ascending numbers, and return blocks with their samples (n,).
+
+        Samples of different blocks of the index, or more than GAP bytes apart, are requested separately."""
         starts, out = self.index.starts, []
         number = np.searchsorted(starts, chunk, "right") - 1  # number of each sample's block
         for samples in np.split(chunk, np.flatnonzero(np.diff(number)) + 1):
@@ -137,7 +139,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         return out
 
     def _decode(self, block: Block, samples: NDArray[np.int64], out: Tensor) -> list[bool]:
-        """Write the centre crops of n samples into `out` (n, 3, S, S), and return which of them decode."""
+        """Write the centre crops of n samples into `out` (n, 3, S, S), and return for each whether it decodes."""
         good = []
         for sample, pixels in zip(samples.tolist(), out, strict=True):
             try:
@@ -151,11 +153,11 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
 
 
 class _Batch(NamedTuple):
-    """A batch that is being read: its samples (b,), their crops (b, 3, S, S), and which of them decode."""
+    """A batch that is being read: its samples (b,), their crops (b, 3, S, S), and for each whether it decodes."""
 
     samples: NDArray[np.int64]
     images: Tensor
-    good: list[Future[list[bool]]]  # in pieces
+    good: list[Future[list[bool]]]  # one list for each piece of the batch
 
     def result(self) -> Crops:
         good = torch.tensor([ok for piece in self.good for ok in piece.result()], dtype=torch.bool)

@@ -17,12 +17,12 @@ from eagleray.base import dist
 from eagleray.protocols.features import LabelledFeatures, Shard, count_classes
 from eagleray.protocols.settings import Evaluate
 
-CHUNK = 1024  # test images that are compared at a time
-TILE = 4096  # training images that they are compared with at a time
+CHUNK = 1024  # test images compared at a time
+TILE = 4096  # training images compared with them at a time
 VOTERS = 256  # test images whose votes for all classes are in memory at a time
-LARGEST = 64.0  # exponent of a weight; float32 ends at 88, and k of them are added
-NOTHING = torch.iinfo(torch.int64).min  # the key of no feature
-LOW = 2**32 - 1  # the bits of a key that hold the position
+LARGEST = 64.0  # largest exponent of a weight, as float32 overflows above 88 and k weights are added
+NOTHING = torch.iinfo(torch.int64).min  # key that stands for no feature, below all others
+LOW = 2**32 - 1  # mask of the bits of a key that hold the position
 
 
 def knn(
@@ -33,8 +33,9 @@ def knn(
     ks: Sequence[int] = (),
     temperature: float = Evaluate.temperature,
 ) -> dict[str, float]:
-    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 accuracy for each number of neighbours
-    in `ks`. The features are those of this rank."""
+    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 for each number of neighbours in `ks`.
+
+    The features are those of this rank. Called by all ranks together."""
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
     return {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
 
@@ -42,8 +43,9 @@ def knn(
 def accuracies(
     train: LabelledFeatures, test: LabelledFeatures, *, ks: Sequence[int], temperature: float
 ) -> dict[int, tuple[float, float]]:
-    """Return top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, searching for neighbours only
-    once. Called by all ranks together."""
+    """Return top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, from a single search.
+
+    Called by all ranks together."""
     classes, bank, tests = count_classes(train.y, test.y), Bank(train), Shard.of(len(test.x))
     k = min(max(ks), bank.shard.total)
     hits = torch.zeros(len(ks), 2, dtype=torch.long, device=test.x.device)
@@ -61,23 +63,23 @@ def accuracies(
 class Bank:
     """The training features of this rank, which are searched for neighbours.
 
-    A neighbour is a key of 64 bits: the similarity in the upper half, and in the lower half the position among the
-    features of all ranks, counted down. Keys are all different, and the larger one is the nearer neighbour."""
+    A neighbour is represented by a key of 64 bits: the similarity in the upper half, and in the lower half the position
+    among the features of all ranks, counted down. Keys are all different, and a larger key is a nearer neighbour."""
 
     def __init__(self, train: LabelledFeatures) -> None:
         """Called by all ranks together."""
         self.x, self.y, self.shard = *train, Shard.of(len(train.x))
         self.tile = min(TILE, -(-self.shard.total // 64) * 64)
         parts = [part.float().norm(dim=1, keepdim=True) for part in self.x.split(TILE)]
-        self.norms = torch.cat(parts).clamp_min(1e-12)  # the least norm is that of F.normalize
+        self.norms = torch.cat(parts).clamp_min(1e-12)  # F.normalize's smallest norm
 
     def nearest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the keys (n, k) of the nearest features of n normalised queries (n, D) on this rank, in any order, and
-        their labels."""
+        """Return the keys (n, k) of this rank's features nearest to n unit queries (n, D), in any order, and their
+        labels."""
         keys = torch.full((len(x), k), NOTHING, device=x.device)
         tile = x.new_empty(self.tile, x.shape[1])
-        # Tiles begin at multiples of their size in the whole table. Where this rank has a part of one, the rest is
-        # zero: with fewer rows, a product may round in another way.
+        # Tiles begin at multiples of their size in the table of all ranks. The rows of a tile that other ranks have are
+        # zero here: with fewer rows, a product may round in another way.
         for first in range(self.shard.first // self.tile * self.tile, self.shard.last, self.tile):
             begin, end = max(first, self.shard.first), min(first + self.tile, self.shard.last)
             mine = slice(begin - self.shard.first, end - self.shard.first)
@@ -95,22 +97,23 @@ class Bank:
 
 
 def make_keys(similarity: Tensor, first: int) -> Tensor:
-    """Return the keys (n, m) of m features, the first of which is at the position `first`."""
+    """Return the keys (n, m) of m features, counted from the position `first`, from their similarities (n, m)."""
     bits = similarity.view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the numbers, as integers
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
     positions = torch.arange(first, first + similarity.shape[1], device=similarity.device)
     return bits.long().bitwise_left_shift_(32).bitwise_or_(LOW - positions)
 
 
 def cosines(keys: Tensor) -> Tensor:
-    """Return the similarities that keys hold."""
+    """Return the similarities that are stored in keys."""
     bits = (keys >> 32).int()
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def merge(keys: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys (n, k) of the nearest features of all ranks, nearest first, and their labels. `keys` and
-    `labels` (n, k) are those of this rank."""
+    """Return the keys (n, k) of the nearest features of all ranks, nearest first, and their labels.
+
+    `keys` and `labels` (n, k) are those of this rank."""
     n, k = keys.shape
     if dist.size() > 1:
         parts = dist.gather_together([keys, labels], [n] * dist.size())  # (ranks * n, k)
@@ -122,12 +125,13 @@ def merge(keys: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def count_hits(
     cosine: Tensor, labels: Tensor, truth: Tensor, *, classes: int, ks: Sequence[int], temperature: float
 ) -> Tensor:
-    """Return how many of n images are classified right by one guess and by five guesses, for each number of neighbours
-    in `ks`: (len(ks), 2). The neighbours (n, k) come nearest first; `truth` (n,) are the classes."""
+    """Return how many of n images are classified right by one guess and by five, for each k in `ks`: (len(ks), 2).
+
+    The neighbours (n, k) come nearest first; `truth` (n,) are the classes."""
     counts = []
     for k in ks:
         votes = class_votes(cosine[:, :k], labels[:, :k], classes=classes, temperature=temperature)
-        # As in DINO's code, k < 5 narrows top-5. Classes without a vote fill the rest, in order of their number.
+        # As in DINO's code, top-5 is top-k if k is below 5. Classes without a vote come last, in order of their number.
         top = votes.sort(dim=1, descending=True, stable=True).indices[:, : min(5, k)]
         right = top == truth.unsqueeze(1)
         counts += [right[:, :1].any(1).sum(), right.any(1).sum()]
@@ -146,10 +150,10 @@ def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: f
 def class_votes(cosine: Tensor, labels: Tensor, *, classes: int, temperature: float) -> Tensor:
     """Sum the weights exp(cosine / temperature) of k neighbours by class.
 
-    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C). Where the largest weight
-    of a query would be beyond e^64, all of that query are divided by the same number."""
+    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C). If the largest weight of
+    a query would exceed e^64, all weights of the query are divided by the same number."""
     exponents = cosine / temperature
-    # Below a temperature of 0.0113 the largest weights would be infinite, and classes tie. All are divided alike.
+    # Below a temperature of 0.0113 the largest weights would be infinite, so that classes tie.
     exponents -= (exponents.amax(1, keepdim=True) - LARGEST).clamp_min(0)
     votes = torch.zeros(len(cosine), classes, device=cosine.device)
     return votes.scatter_add_(1, labels, exponents.exp())

@@ -36,8 +36,8 @@ def linear(
 ) -> dict[str, float]:
     """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
 
-    The scripts of the papers print the latter. The features are those of this rank, `scaled` says whether they are
-    centred and divided by a single scale."""
+    The scripts of the papers print the latter. The features are those of this rank. With `scaled`, they are centred and
+    divided by a single number. Called by all ranks together."""
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
@@ -52,13 +52,13 @@ def linear(
 class Rows:
     """Some rows of a table of features of which each rank has a shard; they are copied and scaled when they are used.
 
-    `rows` are their numbers in the whole table."""
+    `rows` are their numbers in the table of all ranks."""
 
     features: LabelledFeatures
     shard: Shard
     rows: Tensor
     mean: Tensor | None  # (D,); None: not scaled
-    scale: Tensor | None  # one number
+    scale: Tensor | None  # () the mean standard deviation
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class Rows:
         return len(self.rows)
 
     def select(self, at: Tensor) -> LabelledFeatures:
-        """Return those of the rows at some positions that this rank has."""
+        """Return the rows at some positions, as far as this rank has them."""
         mine = self.shard.own(self.rows[at])
         x = self.features.x[mine].float()
         if self.mean is not None and self.scale is not None:
@@ -153,7 +153,7 @@ def fit(
 
     def gradients(at: Tensor) -> tuple[Tensor, Tensor]:
         xb, yb = train.select(at)
-        error = (xb @ weight + bias).softmax(-1)  # (R, b, C), becomes d loss / d logits
+        error = (xb @ weight + bias).softmax(-1)  # (R, b, C) probabilities, which become d loss / d logits
         error -= F.one_hot(yb, classes)
         error /= len(at)
         return xb.T @ error, error.sum(1, keepdim=True)
@@ -161,7 +161,7 @@ def fit(
     for epoch in range(epochs):
         lr = rate * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
         for step, at in enumerate(torch.randperm(train.total, generator=generator).split(batch)):
-            # The first step shows whether memory suffices.
+            # Ranks run the first step together, because it shows whether the memory suffices.
             grads = gradients(at) if epoch or step else dist.together(partial(gradients, at))
             for m, grad in zip(momenta, grads, strict=True):
                 m.mul_(0.9).add_(dist.total(grad))

@@ -1,8 +1,8 @@
 """Train a linear classifier on a frozen backbone's features of random crops, as MoCo v3, DINO, EsViT and SelfPatch do.
 
-SGD, momentum 0.9, no weight decay and a cosine schedule by epochs, on all labels. Every step sends the images through
-the backbone, which is in evaluation mode. The test images are not cropped at random, so their features are computed
-once. B images, D features, C classes, R learning rates.
+It is trained by SGD, with momentum 0.9, no weight decay and a cosine schedule by epochs, on all labels. Every step
+sends images through the backbone, which is in evaluation mode. The test images are not cropped at random, so their
+features are computed once. B images, D features, C classes, R learning rates, H classifiers.
 """
 
 import math
@@ -37,19 +37,17 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ONE_IN, ProbeSets
 from eagleray.protocols.protocol import Workspace
 
-HELD_OUT = 50_000  # images at most that pick the learning rate
+HELD_OUT = 50_000  # most held-out images that pick the learning rate
 
 
 @in_eval_mode
 def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmented, workspace: Workspace) -> Outcome:
-    """Measure top-1 and top-5 accuracy in percent after the last epoch, and after the epoch with the highest top-1 on
-    the test set, which the papers' scripts print.
+    """Measure top-1 and top-5 accuracy in percent after the last epoch and after the epoch with the highest top-1.
 
-    Of several learning rates, a tenth of the training images picks one; `Classifiers` says how. Calling the function
-    again with the same arguments continues a training that was stopped, from its checkpoint in the workspace. Called by
-    all ranks together, which share the images.
-
-    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
+    The papers' scripts print the latter, which the test set chooses. With several learning rates, a tenth of the
+    training images picks one, as `Classifiers` describes. A call with the same arguments continues a stopped training
+    from its checkpoint in the workspace. Called by all ranks together, which share the images. Raises UserError when a
+    setting or the data are wrong, or the backbone does not fit them."""
     seed, batch, epochs, rates = settings.seed, settings.batch, settings.epochs, settings.rates
     size, resize, features, note = settings.size, settings.resize, settings.features, workspace.note
     sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
@@ -103,10 +101,10 @@ def summary(curve: Tensor) -> dict[str, float]:
 class Classifiers(Trainee):
     """Linear classifiers of all learning rates, trained side by side.
 
-    With a step size s, SGD moves the weights of s times a loss as far as s times the step size would: the classifiers
-    are one layer whose loss is the sum of theirs, each times its rate. Of several rates, each has a second classifier
-    that learns nothing from the images that are held out. The one that is best on these picks the rate, and the
-    classifier with all labels is the result, so that neither the test set picks nor a label is spared."""
+    With SGD, a loss multiplied by s moves the weights as far as a learning rate multiplied by s. So the classifiers are
+    one layer, whose loss is the sum of theirs, each times its rate. With several rates, each has a second classifier
+    that learns nothing from the held-out images. The rate whose second classifier is best on these is picked, and its
+    first classifier, trained on all labels, is the result. So the test set picks nothing, and every label is used."""
 
     def __init__(
         self,
@@ -119,8 +117,8 @@ class Classifiers(Trainee):
         held_out: Tensor | None,
         seed: int,
     ) -> None:
-        """`read` returns the features (B, D) of images, `test` are this rank's test images, `classes` (C,) the labels,
-        and `held_out` (N,) says which images of the index pick the rate."""
+        """`read` returns the features (B, D) of images, `test` are this rank's test features, `classes` (C,) the
+        labels, and `held_out` (N,) is true for the images of the index that pick the rate."""
         super().__init__()
         self.read, self.test, self.classes, self.held_out = read, test, classes, held_out
         shares = torch.tensor(rates, dtype=torch.float64, device=classes.device) / sum(rates)
@@ -130,7 +128,7 @@ class Classifiers(Trainee):
         weight = 0.01 * torch.randn(len(classes), test.x.shape[1], generator=generator)
         self.head.weight.data = weight.repeat(len(self.shares), 1)
         self.head.bias.data.zero_()
-        # Accuracies in percent on the test set, after each epoch, of each rate, top-1 and top-5. A parameter, so that
+        # Accuracies in percent on the test set after each epoch, top-1 and top-5 of each rate. A parameter, so that
         # checkpoints keep it.
         self.curve = nn.Parameter(torch.zeros(epochs, len(rates), 2), requires_grad=False)
 
@@ -158,19 +156,19 @@ class Classifiers(Trainee):
             self.curve[int(at.epoch)] = top_accuracies(self.scores, self.test, len(self.shares))[: self.curve.shape[1]]
 
     def pick(self, held_out: LabelledFeatures) -> int:
-        """Return the number of the rate whose second classifier is best on the images that are held out."""
+        """Return the index of the rate whose second classifier is best on the held-out images."""
         accuracies = top_accuracies(self.scores, held_out, len(self.shares))
         return int(accuracies[self.curve.shape[1] :, 0].argmax())
 
 
 @torch.no_grad()
 def crop_features(backbone: Backbone, kind: str, images: Tensor) -> Tensor:
-    """Return the features (B, D) of images (B, 3, S, S), a few images at a time, as no gradient needs the others."""
+    """Return the features (B, D) of images (B, 3, S, S), computed for a few images at a time to save memory."""
     return torch.cat([read_kinds(backbone, part, [kind])[kind] for part in images.split(BATCH)])
 
 
 def mask(samples: NDArray[np.int64], total: int, device: torch.device) -> Tensor:
-    """Return which of `total` samples (total,) are among some."""
+    """Return a mask (total,) that is true for `samples`, numbers below `total`."""
     out = torch.zeros(total, dtype=torch.bool)
     out[torch.from_numpy(samples)] = True
     return out.to(device)

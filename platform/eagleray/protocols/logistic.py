@@ -22,10 +22,10 @@ from eagleray.protocols.classification_scores import Array
 from eagleray.protocols.features import LabelledFeatures, Shard
 from eagleray.protocols.outcome import Outcome
 
-STEPS, PER_DECADE, LOWEST = 96, 8, -6  # lambda goes from 10^-6 to 10^6
-COARSE = 2 * PER_DECADE  # steps between the seven values that the search begins with
+STEPS, PER_DECADE, LOWEST = 96, 8, -6  # steps of lambda from 10^-6 to 10^6
+COARSE = 2 * PER_DECADE  # steps between the seven values that are tried first
 ITERATIONS = 1000
-ONE_IN = 5  # one training sample in five of each class is held out where there is no validation set
+ONE_IN = 5  # without a validation set, one training sample in five of each class is held out
 
 
 def strength(step: int) -> float:
@@ -60,7 +60,7 @@ class Problem:
     x: Array
     y: Array
     classes: int
-    device: torch.device = devices.CPU  # on which sums over ranks are taken
+    device: torch.device = devices.CPU  # device for sums over ranks
 
     @property
     def total(self) -> int:
@@ -78,7 +78,7 @@ class Problem:
     def fit(self, strength: float) -> "LogisticModel":
         """Fit the classifiers with the L2 strength lambda = `strength`.
 
-        Raises UserError when all samples have a class, or none has it, so that no binary classifier can be fitted."""
+        Raises UserError when all samples have the class of a binary classifier, or none has it."""
         if self.y.ndim == 1:
             return LogisticModel(self.classes, [_fit(self.x, self.y, strength, self.device)])
         marks = [set().union(*seen) for seen in zip(*dist.gather_objects([set(m) for m in self.y.T]), strict=True)]
@@ -97,7 +97,7 @@ class LogisticModel:
 
     @property
     def iterations(self) -> int:
-        """The number of iterations of the longest of the fits."""
+        """The largest number of iterations of a fit."""
         return max(int(m.n_iter_.max()) for m in self.models)
 
     def scores(self, x: Array) -> Array:
@@ -113,7 +113,7 @@ class LogisticModel:
 
 
 def _decide(model: LogisticRegression, x: Array) -> Array:
-    """Return scikit-learn's decision function, also for no samples, as a rank may have none."""
+    """Return scikit-learn's decision function; an empty array for a rank without samples."""
     if len(x):
         return model.decision_function(x)  # type: ignore[no-any-return]
     return np.zeros(0 if len(model.coef_) == 1 else (0, len(model.coef_)))
@@ -165,9 +165,7 @@ def probe(
     The lambda with the least loss on the validation set is picked. The classifier that is tested is fitted to the
     training and validation sets together. If there is no validation set, a fifth of each class of the training set is
     held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and -1. On several ranks, the sets are those of
-    this rank, and all return the same outcome.
-
-    Raises UserError when the labels of the sets do not match."""
+    this rank, and all return the same outcome. Raises UserError when the labels of the sets do not match."""
     training, given, final = _problems(train, val, test, marks=metric == "map11")
     step, images = _pick(training, given, metric, seed, note)
     model = (training.join(given) if given else training).fit(strength(step))
@@ -214,7 +212,7 @@ def _problems(
     """Return three sets of samples: those to train on, those to pick lambda if they are given, and those to test.
 
     Raises UserError when the labels of the sets do not match."""
-    x, x_test = (s.x.float().cpu().numpy() for s in (train, test))  # a bank of bfloat16 is none of NumPy's formats
+    x, x_test = (s.x.float().cpu().numpy() for s in (train, test))  # NumPy has no bfloat16
     y, y_test = (s.y.cpu().numpy() for s in (train, test))
     x_val, y_val = (val.x.float().cpu().numpy(), val.y.cpu().numpy()) if val else (x[:0], y[:0])
     if marks:

@@ -15,7 +15,7 @@ from eagleray.base import dist
 from eagleray.protocols.classification_scores import METRICS, Array
 
 ROWS = 8192  # samples whose features are in float64 at a time
-TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's largest element of the gradient, and steps of a line search
+TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's limits for a gradient's elements and a line search's steps
 
 
 def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.device) -> LogisticRegression:
@@ -23,7 +23,7 @@ def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.devi
     ranks. Sums over ranks are taken on `device`. Called by all ranks together."""
     counts = total(np.bincount(y, minlength=1 + most(y)).astype(np.float64), device)
     classes, samples = np.flatnonzero(counts), float(counts.sum())
-    target, rows = np.searchsorted(classes, y), 1 if len(classes) == 2 else len(classes)  # two classes: log-odds
+    target, rows = np.searchsorted(classes, y), 1 if len(classes) == 2 else len(classes)  # log-odds for two classes
 
     def objective(flat: Array) -> tuple[float, Array]:
         """Return the value and the gradient for weights and biases (rows, D + 1), flattened."""

@@ -17,7 +17,9 @@ D = TypeVar("D")
 
 
 class Source(ABC):
-    """The data that a command names, as they are read in its own process or on a rank. All methods raise UserError."""
+    """Opens the data that a command names, in the command's own process or on a rank.
+
+    All methods raise UserError when the data cannot be read, or are not what the protocol needs."""
 
     @abstractmethod
     def labelled(self) -> "ProbeSets":
@@ -25,7 +27,7 @@ class Source(ABC):
 
     @abstractmethod
     def images(self) -> "Index":
-        """Open the images of --test or else of --train."""
+        """Open the images of --test or, without it, of --train."""
 
     @abstractmethod
     def folder(self, option: str) -> Path:
@@ -43,10 +45,10 @@ class Source(ABC):
 class Need(ABC, Generic[D]):
     """A kind of data that protocols need, which they are given as a `D`."""
 
-    reads: tuple[str, ...] = ()  # options that name the data, of which the first is required
-    words = "no data"  # these options, as users are told
-    photographs = True  # whether the images are read or drawn as red, green and blue
-    extracted = False  # whether Ray tasks extract features of it, wherever the protocol runs
+    reads: tuple[str, ...] = ()  # names of the options with the data; the first is required
+    words = "no data"  # these options in messages to users
+    photographs = True  # whether the protocol reads or draws the images as red, green and blue
+    extracted = False  # whether Ray tasks extract the features, wherever the protocol runs
 
     def named(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the given options that name the data. Raises UserError when one is missing."""
@@ -63,7 +65,7 @@ class Need(ABC, Generic[D]):
         """Return the digest of the data."""
 
     def settings(self, data: D, asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a result: those that were asked for and those that the protocol returned."""
+        """Return the settings that a result records: those that were `asked` for and those that were `measured`."""
         return {**asked, **measured}
 
 
@@ -94,7 +96,7 @@ class Labelled(Need["ProbeSets"]):
 
 
 class Images(Need["Index"]):
-    """Images, whose labels do not matter: those to test on or else those to train on."""
+    """Images without regard to labels: those of --test or, without it, of --train."""
 
     words = "--train or --test URL"
 
@@ -134,12 +136,12 @@ class Folder(Need[Path]):
 class Extraction:
     """The settings with which features are extracted."""
 
-    kind: str  # one of the types of features
+    kind: str  # type of features, such as pooled
     size: int  # side of the crop, in pixels
     resize: int  # short side before the crop, in pixels
 
     def recorded(self, bank: str) -> dict[str, Any]:
-        """Return what a result says of the extraction; `bank` is the format of the features."""
+        """Return the settings of the extraction that a result records; `bank` is the number format of the features."""
         settings = {"features": self.kind, "size": self.size, "resize": self.resize, "crops": "centre"}
         return settings | ({} if bank == "fp32" else {"bank": bank})
 
@@ -148,7 +150,7 @@ class Extraction:
 class Features(Extraction, Need["FrozenFeatures"]):
     """Frozen features of labelled images to train on, and of others to test on."""
 
-    shared: bool = False  # whether each rank has a share of them; otherwise one process has all, in float32
+    shared: bool = False  # whether each rank gets a share of the features; otherwise one process gets all, in float32
     kinds: tuple[str, ...] = ()  # types of features that are extracted in the same forward passes
 
     reads, words, photographs, extracted = Labelled.reads, Labelled.words, False, True

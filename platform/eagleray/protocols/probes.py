@@ -26,9 +26,9 @@ from eagleray.protocols.linear import linear
 from eagleray.protocols.settings import Evaluate
 from eagleray.storage import store
 
-RUN_PROTOCOLS = ("knn", "linear")  # the protocols that a run measures; they need labels
-RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # the numbers of these protocols that a run records
-ONE_IN = 10  # one labelled sample in ten is held out where there is no test set
+RUN_PROTOCOLS = ("knn", "linear")  # protocols that a run measures, which need labels
+RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # numbers of these protocols that a run records
+ONE_IN = 10  # without a test set, one labelled sample in ten is held out
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class ProbeSets:
 
     @classmethod
     def of(cls, train: Index, test: Index | None, limit: int | None) -> "ProbeSets | None":
-        """Select at most `limit` training images, and the test images; return None if the training shards have no
-        labels.
+        """Select at most `limit` training images, and the test images; None if the training shards have no labels.
 
         Without test shards, a tenth of the labelled training images is held out as the test set. Pretraining used these
         images, but not their labels."""
@@ -56,7 +55,7 @@ class ProbeSets:
         return cls(train, subset(np.setdiff1d(samples, held_out), limit), train, held_out)
 
     def at_most(self, train: int, test: int) -> "ProbeSets":
-        """Return the sets with at most so many training and test images."""
+        """Return the sets with at most `train` training images and `test` test images."""
         return replace(
             self, train_samples=subset(self.train_samples, train), test_samples=subset(self.test_samples, test)
         )
@@ -106,7 +105,7 @@ def evaluate(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> dict[str, float]:
-    """Measure the numbers that a run records with kNN and a linear probe; return none without labelled images.
+    """Measure kNN and a linear probe, and return the numbers that a run records; empty without labelled images.
 
     Each rank extracts and keeps a share of the features, once for all protocols, and all return the same numbers."""
     if sets is None or not protocols:
@@ -129,8 +128,7 @@ def evaluate(
 def renumber(
     train: LabelledFeatures, test: LabelledFeatures, device: torch.device
 ) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Move this rank's training and test set to a device, and number the classes of all ranks from 0, as labels may be
-    any numbers."""
+    """Move this rank's sets to a device, and number the classes of all ranks from 0, as labels may be any numbers."""
     labels = [x for part in dist.gather_objects([train.y.unique(), test.y.unique()]) for x in part]
     classes = torch.cat(labels).unique()
     train, test = (LabelledFeatures(s.x.to(device), torch.searchsorted(classes, s.y).to(device)) for s in (train, test))
@@ -138,10 +136,10 @@ def renumber(
 
 
 def class_names(index: Index) -> dict[int, set[str]]:
-    """Return the names of classes by their numbers, as far as the data says them; several where its parts differ.
+    """Return the names of classes by their numbers, as far as the data have them; several if parts of it differ.
 
     The classes of a folder of images are named by its subfolders, those of shards by their dataset.json, and those of
-    Parquet files by what `datasets` writes into them."""
+    Parquet files by the metadata that the library `datasets` writes into them."""
     known = [_of_images(index, shard) for shard, blob in enumerate(index.shards) if is_folder_blob(blob)]
     of_parquet = [names for shard in range(len(index.shards)) if (names := index.classes(shard)) is not None]
     known += [dict(enumerate(names)) for names in dict.fromkeys(map(tuple, of_parquet))]
@@ -155,10 +153,10 @@ def class_names(index: Index) -> dict[int, set[str]]:
 
 
 def check_class_names(train: Index, test: Index, keys: tuple[str, str] = ("--train", "--test")) -> None:
-    """Check that each number is the same class in the training set and in the test set, as far as both name their
-    classes. `keys` are the options or keys that gave the two sets.
+    """Check that each number is the same class in the training and the test set, as far as both name their classes.
 
-    Raises UserError when a number has two names, and when the training set lacks a class of the test set."""
+    `keys` are the options or keys that gave the two sets. Raises UserError when a number has two names, and when the
+    training set lacks a class of the test set."""
     ours, theirs = class_names(train), class_names(test)
     if lacking := _lacking(train, ours, theirs):
         raise UserError(f"{keys[1]}: {keys[0]} has no class {lacking[0]}; expected classes of the same names in both")
@@ -172,7 +170,7 @@ def check_class_names(train: Index, test: Index, keys: tuple[str, str] = ("--tra
 
 
 def _lacking(train: Index, ours: dict[int, set[str]], theirs: dict[int, set[str]]) -> list[str]:
-    """Return the names that the training set has nowhere, unless a part of it that names no classes may have them."""
+    """Return the test set's class names that the training set lacks, unless unnamed classes of it may have them."""
     known = set[str]().union(*ours.values())
     strange = {number: min(names - known) for number, names in theirs.items() if known and names - known}
     if not strange:
@@ -199,7 +197,7 @@ def _of_card(folder: str) -> dict[int, str]:
 
     try:
         names: Any = (card.find(folder) or {}).get("class_names")
-    except (UserError, OSError, Outage):  # a stranger's file, or a store that refuses to say that there is none
+    except (UserError, OSError, Outage):  # not our file, or a store that does not tell that there is none
         return {}
     known = names if isinstance(names, list) else []
     return {number: name for number, name in enumerate(known) if name and isinstance(name, str)}

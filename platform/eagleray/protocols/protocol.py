@@ -20,7 +20,7 @@ from eagleray.protocols.needs import Features, Images, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.settings import Evaluate
 
-if TYPE_CHECKING:  # the names stand in the types of data
+if TYPE_CHECKING:  # names in types of data
     from eagleray.data.index import Index  # noqa: F401
     from eagleray.models.backbone import Backbone
     from eagleray.protocols.features import FrozenFeatures  # noqa: F401
@@ -30,11 +30,11 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Workspace:
-    """The places where a protocol writes its files and its progress messages."""
+    """Where a protocol writes its files and its progress messages."""
 
-    folder: Path  # pictures and tables are written here, on this machine
+    folder: Path  # folder for pictures and tables, on this machine
     note: Callable[[str], None] = print
-    store: str = ""  # folder or URL for the checkpoints of a training; empty: the same folder
+    store: str = ""  # folder or URL for the checkpoints of a training; empty: `folder`
 
     @property
     def out(self) -> Path:
@@ -53,7 +53,7 @@ class Protocol(BaseModel, Generic[D]):
 
     model_config = {**config.STRICT, "frozen": True}
     about: ClassVar[str] = ""  # one line for `eagleray list protocols`
-    recipe: ClassVar[tuple[str, ...]] = ()  # settings that the recipe of a run determines, by the same names
+    recipe: ClassVar[tuple[str, ...]] = ()  # settings that a run's recipe determines, under the same names
     ranks: ClassVar[bool] = False  # whether all ranks of a process group may run it together, and share its work
 
     @classmethod
@@ -103,7 +103,7 @@ class FeatureProtocol(FrozenProtocol["FrozenFeatures"]):
 class SizedProtocol(Protocol[D], Generic[D]):
     """A protocol that sends square images of one size through the backbone."""
 
-    patches: ClassVar[bool] = False  # whether it reads their patches too
+    patches: ClassVar[bool] = False  # whether the protocol reads patches beside pooled vectors
     size: PositiveInt  # side of the images, in pixels
 
     def check(self, backbone: "Backbone") -> None:
@@ -130,12 +130,12 @@ class Listed:
     """A protocol under a name of `eagleray list protocols`."""
 
     kind: type[Protocol[Any]]
-    about: str = ""  # one line; empty: that of the class
+    about: str = ""  # one line; empty: the line of the class
     preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the defaults of the class
 
     @property
     def default(self) -> Protocol[Any]:
-        """The protocol with its default settings, as far as there are any."""
+        """The protocol with its default settings; settings without a default are missing."""
         return self.kind.model_construct(**self.preset)
 
     @property
@@ -164,7 +164,7 @@ class Listed:
 
 
 def as_option(value: Any) -> str:
-    """Return a value as it is typed on the command line, so that `parse_option` gives it back."""
+    """Return a value as it is typed on the command line, so that `parse_option` reads the same value."""
     if isinstance(value, tuple):
         return ",".join(map(as_option, value)) or "''"
     return (value or "''") if isinstance(value, str) else json.dumps(value)

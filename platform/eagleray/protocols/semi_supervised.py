@@ -1,7 +1,8 @@
 """Fine-tune a whole backbone and a linear classifier on a few labels, as SimCLR does: Chen et al. 2020,
 arXiv:2002.05709, appendix B.5.
 
-SGD with Nesterov's momentum 0.9, no warm-up, no weight decay, and random crops and flips only. B images, C classes.
+They are trained by SGD with Nesterov momentum 0.9, without warm-up or weight decay, on random crops and flips only. B
+images, C classes.
 """
 
 import copy
@@ -36,10 +37,9 @@ from eagleray.protocols.protocol import Workspace
 def semi_supervised(backbone: Backbone, sets: ProbeSets, settings: SemiSupervised, workspace: Workspace) -> Outcome:
     """Measure top-1 and top-5 accuracy in percent of a copy of the backbone that is trained on a few labels.
 
-    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in
-    the workspace. Called by all ranks together, which share the images.
-
-    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
+    A call with the same arguments continues a stopped training from its checkpoint in the workspace. Called by all
+    ranks together, which share the images. Raises UserError when a setting or the data are wrong, or the backbone does
+    not fit them."""
     size, resize, epochs, batch = settings.size, settings.resize, settings.epochs, settings.batch
     lr, seed, note = settings.lr, settings.seed, workspace.note
     sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
@@ -81,7 +81,7 @@ class Classifier(Trainee):
         """`classes` (C,) are the labels of the classes, in ascending order."""
         super().__init__()
         self.backbone, self.classes = copy.deepcopy(backbone).requires_grad_(True), classes
-        set_drop_path(self.backbone.model, 0.0)  # no regularisation
+        set_drop_path(self.backbone.model, 0.0)  # without drop path, as SimCLR fine-tunes without regularisation
         self.head = nn.Linear(backbone.dim, len(classes))
         nn.init.normal_(self.head.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
         nn.init.zeros_(self.head.bias)

@@ -7,9 +7,9 @@ from pydantic.dataclasses import dataclass
 
 from eagleray.config import STRICT
 
-Bank = Literal["fp32", "bf16"]  # the format in which features are kept
+Bank = Literal["fp32", "bf16"]  # number format of stored features
 
-# The linear probe where a recipe sets nothing: epochs, images of a batch, and rates for a batch of 256.
+# Defaults of the linear probe: epochs, images of a batch, and learning rates for a batch of 256.
 EPOCHS, BATCH = 100, 1024
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 

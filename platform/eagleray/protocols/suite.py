@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """A dataset of the suite: its metric, and the published results of table 11 in percent."""
 
     metric: str  # a key of classification_scores.METRICS
-    resnet50: float  # supervised, as EsViT's authors measured it
+    resnet50: float  # supervised ResNet-50, as EsViT's authors measured it
     swint: float  # supervised
     esvit: float  # EsViT with Swin-T
 
@@ -48,7 +48,7 @@ SUITE = {
     "ucf101": Row("top1", 72.1, 79.0, 81.1),
     "hateful-memes": Row("roc_auc", 49.9, 51.2, 52.0),
 }
-# The published supervised twin of a backbone, by the beginning of its name; the paper has none of a Swin-S or larger.
+# Published results of supervised backbones, by the beginning of their names; the paper has none for Swin-S or larger.
 SUPERVISED = {
     "resnet50": {name: row.resnet50 for name, row in SUITE.items()},
     "swin_tiny": {name: row.swint for name, row in SUITE.items()},
@@ -60,13 +60,11 @@ def suite(
 ) -> Outcome:
     """Run the logistic probe on every dataset of the suite whose shards are in ROOT/NAME/SPLIT.
 
-    The numbers are the metric of each
-    dataset in percent and the mean of these. With results to compare with, they are also the mean of those on the same
-    datasets, and the number of datasets on which the backbone beats them: the suite's results in the folder `reference`
-    of another evaluation, or without one the published results of the supervised backbone of the same timm name.
-    The settings list the datasets that are missing or cannot be used, with the reason.
-
-    Raises UserError when no dataset can be used, or when the folder holds no results of the suite."""
+    The numbers are the metric of each dataset in percent, and their mean. If there is a reference, they are also its
+    mean on the same datasets, and the number of datasets on which the backbone beats it. The reference is the suite's
+    results in the folder `reference` of another evaluation or, without one, the published results of the supervised
+    backbone of the same timm name. The settings list the datasets that are missing or cannot be used, with the reason.
+    Raises UserError when no dataset can be used, or when the folder `reference` holds no results of the suite."""
     others = read_reference(settings.reference) if settings.reference else published(data.model)
     root = store.absolute(data.root).rstrip("/")
     numbers: dict[str, float] = {}
@@ -94,12 +92,12 @@ def published(model: str) -> dict[str, float]:
 
 
 def read_reference(folder: str) -> dict[str, float]:
-    """Return the results of the newest run of the suite in a folder or URL of results, by dataset; those of a trained
-    backbone, if there are any. Raises UserError."""
+    """Return a folder's or URL's newest results of the suite, by dataset: those of a trained backbone, if there are
+    any. Raises UserError if it has none."""
     url = f"{store.absolute(folder).rstrip('/')}/results.json"
     with explained(f"--reference {folder}: {url} holds no results of the suite", *NO_JSON, why=False):
         results = [result for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"]
-        # With --untrained the random weights are measured last, and they are not what others are compared with.
+        # Results of random weights (--untrained), which are measured last, are used only if there are no others.
         newest = sorted(results, key=lambda result: not result.get("untrained"))[-1]["numbers"]
         return {name: float(newest[f"suite/{name}"]) for name in SUITE if f"suite/{name}" in newest}
 
@@ -130,8 +128,7 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
-    """Return the features after checking their labels; for a dataset with several classes per image, decode labels to
-    marks.
+    """Return the features after checking their labels, which are decoded to marks if images have several classes.
 
     Raises UserError when no image can be used, or when a label is too large for this dataset."""
     several, classes = SUITE[name].metric == "map11", DATASETS[name].classes

@@ -38,13 +38,12 @@ def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], N
     throughput/step_s         forward and backward pass of one batch, in seconds, median
     throughput/step_mib       its peak memory, gradients included, without an optimiser's state
 
-    Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory.
-    """
+    Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory."""
     device = next(backbone.parameters()).device
     size, rounds = settings.size, settings.rounds
     batch = settings.batch or (128 if devices.is_accelerator(device) else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
-    net = copy.deepcopy(backbone).requires_grad_(True)  # a training step changes running statistics
+    net = copy.deepcopy(backbone).requires_grad_(True)  # a copy, because training steps change running statistics
     images = torch.randn(batch, backbone.channels, size, size, device=device)
     check_images(net, size)
     full = f"throughput: {batch} images of {size} pixels do not fit on this {device.type}"
@@ -78,7 +77,7 @@ def step(net: Backbone, images: Tensor) -> None:
 
 def multiplications(net: nn.Module, images: Tensor) -> float:
     """Count the multiply-adds of a forward pass on images (B, 3, H, W)."""
-    # Attention runs as matrix products here, as not every fused kernel is counted, and so do linear layers, which on
+    # Attention runs as matrix products here, because not every fused kernel is counted. So do linear layers, which on
     # some CPUs add rows of zeros.
     counter = FlopCounterMode(display=False)
     with plain(net), torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
@@ -116,7 +115,7 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps memory that it has freed, so the allocator's count is read, which continues from the last profile.
+    # A process keeps memory that it has freed, so the allocator's count is read, which goes on from earlier profiles.
     allocations = sorted(
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )

@@ -1,5 +1,6 @@
-"""Build Mask R-CNN on the third of a ResNet's four stages, with the fourth as its head ("C4", He et al. 2017,
-arXiv:1703.06870), as Detectron2 has it and MoCo fine-tunes it (He et al. 2020, arXiv:1911.05722)."""
+"""Build Mask R-CNN on the third of a ResNet's four stages, with the fourth as its head: "C4" (He et al. 2017,
+arXiv:1703.06870), as in Detectron2 and as MoCo fine-tunes it (He et al. 2020, arXiv:1911.05722).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +31,9 @@ from eagleray.dense.detection.heads import (
 from eagleray.dense.feature_maps import COARSEST, SIZE, probe
 from eagleray.models.backbone import Backbone
 
-SCALES = (0.25, 0.5, 1, 2, 4)  # widths of the anchors of a cell, by the one that `anchor` states
-HIDDEN = 256  # channels in front of the masks
-RANKED = {"training": 12_000, "testing": 6000}  # proposals that compete on the one map
+SCALES = (0.25, 0.5, 1, 2, 4)  # widths of a cell's anchors, relative to `anchor`
+HIDDEN = 256  # channels of the layer before the mask scores
+RANKED = {"training": 12_000, "testing": 6000}  # number of best proposals that compete on the only map
 
 
 class ThreeStages(nn.Module):
@@ -71,7 +72,7 @@ class LastStage(Stage):
     def mask_features(
         self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
     ) -> Tensor:
-        """Return the box head's features of the regions with an object."""
+        """Return the rows of the box head's features x whose regions have an object."""
         return x[torch.cat(labels) > 0]
 
 
@@ -123,13 +124,13 @@ def freeze(backbone: Backbone) -> None:
     Raises UserError when the backbone is no ResNet."""
     model = resnet(backbone, "frozen=true")
     device = next(model.parameters()).device
-    freeze_batch_norm_2d(model.cpu()).to(device)  # timm's new layers begin on the CPU and take over tensors there
+    freeze_batch_norm_2d(model.cpu()).to(device)  # timm creates the new layers on the CPU
     for part in (model.conv1, model.bn1, model.layer1):
         part.requires_grad_(False)
 
 
 def resnet(backbone: Backbone, key: str) -> ResNet:
-    """Return the ResNet inside a backbone. Raises UserError, naming the key that needs one, when it is none."""
+    """Return the ResNet inside a backbone. Raises UserError, which names the key that needs it, for other models."""
     if not isinstance(backbone.model, ResNet):
         name = type(backbone.model).__name__
         raise UserError(f"--schedule: {key}: expected a ResNet as backbone, such as resnet50, got a {name}")

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-SIDE = 2**16  # pixels, more than any image that decodes
-MOST_TURNS = 100  # length of a polygon in times of the height and width of its image together
-PIXELS = 178_956_970  # the largest image that decodes
+SIDE = 2**16  # longest side in pixels, more than that of any image that decodes
+MOST_TURNS = 100  # longest polygon, in units of the sum of its image's height and width
+PIXELS = 178_956_970  # pixels of the largest image that decodes
 
 
 def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield a line for each value that is not of its kind, in a tree whose rows have all their keys."""
+    """Yield a line for each value of a wrong type or out of range, in a tree whose rows have all required keys."""
     for i, image in enumerate(tree["images"]):
         if not is_id(image["id"]):
             yield f"images[{i}].id is {shown(image['id'])}, expected a number or a text"
@@ -36,7 +36,7 @@ def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def is_id(value: Any) -> bool:
-    """Return whether a value can name a row: a number or a text."""
+    """Return whether a value can be the id of a row: a whole number or a text."""
     return isinstance(value, int | str) and not isinstance(value, bool)
 
 
@@ -63,7 +63,7 @@ def is_numbers(value: Any, least: int) -> bool:
 
 
 def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
-    """Return whether a value is a mask of an image of `size`: polygons of 3 or more points, or runs that cover it."""
+    """Return whether a value is a mask of an image of `size` (H, W): polygons, or runs that cover the image exactly."""
     if isinstance(segmentation, dict):
         counts: Any = segmentation.get("counts")
         if isinstance(counts, str):
@@ -74,7 +74,7 @@ def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
 
 
 def is_polygon(value: Any, size: Sequence[int]) -> bool:
-    """Return whether a value is [x, y, x, y, ...], 3 or more points near the image, and not too long to be drawn."""
+    """Return whether a value is [x, y, x, y, ...], 3 or more points near the image, and short enough to be drawn."""
     if not is_numbers(value, 6) or len(value) % 2:
         return False
     side = sum(size)
@@ -84,11 +84,11 @@ def is_polygon(value: Any, size: Sequence[int]) -> bool:
 
 
 def run_lengths(text: str) -> list[int]:
-    """Return the runs of COCO's compressed masks; an empty list for a text that is none.
+    """Return the runs of one of COCO's compressed masks; an empty list for a text that is not such a mask.
 
-    A run is written in groups of five bits from the lowest on, each as the character 48 + bits, with 32 added where
-    another group follows; the sign is the fifth bit of the last group. From the fourth run on, it is the difference to
-    the run two before (COCO's maskApi.c, rleFrString)."""
+    A run is written in groups of five bits, the lowest first, each as the character 48 + bits, or 32 more if another
+    group follows. The fifth bit of the last group is the sign. From the fourth run on, a run is stored as its
+    difference to the run two before (COCO's maskApi.c, rleFrString)."""
     runs: list[int] = []
     value = shift = 0
     for character in text:

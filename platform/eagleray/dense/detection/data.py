@@ -1,7 +1,7 @@
 """Read images with boxes and masks in COCO's layout, file by file and in any order.
 
-Shards are not used for this, because they have one label for an image. Here an image has many objects, and the images
-are few."""
+Shards are not used, because they have one label for an image. Here an image has many objects, and images are few.
+"""
 
 import json
 import math
@@ -21,8 +21,8 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.dense.detection.coco_values import is_mask, is_numbers, shown, wrong_values
 from eagleray.dense.detection.scores import area, to_mask
 
-FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # where the images of a split may be
-CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels of resized images and their crops
+FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # folders that may hold the images of a split
+CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels, for `draw_crop`
 KEYS = {
     "images": ("id", "file_name", "height", "width"),
     "categories": ("id", "name"),
@@ -45,11 +45,11 @@ class Coco(Dataset[Example]):
 
     file: Path
     tree: dict[str, list[dict[str, Any]]]  # the content of the file; every annotation has `id`, `area` and `iscrowd`
-    paths: list[Path]  # one for each image
+    paths: list[Path]  # files of the images
     objects: list[list[dict[str, Any]]]  # annotations of each image, crowds included
     categories: dict[int, str]  # names by id, in order of ids
-    flip: bool = False  # mirror half of the images, in training
-    crop: int | None = None  # the seed with which half of the images are cropped, in training; None: no crops
+    flip: bool = False  # whether half of the images are mirrored, in training
+    crop: int | None = None  # seed of random crops of half of the images, in training; None: no crops
 
     @classmethod
     def of(cls, folder: Path, split: str) -> "Coco":
@@ -72,14 +72,15 @@ class Coco(Dataset[Example]):
         return len(self.paths)
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
-        """Read an image by its number, or by its number and an epoch. The epoch decides how the image is mirrored and
-        cropped. Raises what `image` does."""
+        """Read an image by its number, or by its number and an epoch, which decides how it is mirrored and cropped.
+
+        Raises UserError as `image` does."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
         image, target, info = self.image(i), self.target(i), self.tree["images"][i]
         if self.flip and np.random.default_rng((i, epoch)).random() < 0.5:
             image, target = mirror(image, target)
         if self.crop is not None:
-            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as (i, epoch) and (i, epoch, 0) are one seed
+            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as NumPy ignores a last 0
             if rng.random() < 0.5:
                 return cut(image, target, draw_crop(rng, (info["height"], info["width"])))
         return Example(image, target)
@@ -136,8 +137,8 @@ def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, in
     """Draw the part x0 y0 x1 y1 of an image of `shape` (H, W) that remains.
 
     Its sides are those of DETR (Carion et al. 2020, arXiv:2005.12872) and of the Swin and SelfPatch detectors: 384 to
-    600 pixels of the image if its short side were resized to 400, 500 or 600 pixels. It is not resized so, as another
-    resize follows; its pixels are interpolated once."""
+    600 pixels of the image if its short side were resized to 400, 500 or 600 pixels. The image is not resized here, so
+    that its pixels are interpolated only once, by the resize that follows."""
     scale = min(rng.choice(CROP_SHORTS) / min(shape), CROP_LONGEST / max(shape))
     ranges = []
     for pixels in shape:
@@ -170,9 +171,9 @@ def read_image(path: Path) -> Tensor:
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read a COCO file and renumber its annotations from 1, as COCO's evaluation code takes id 0 for "no annotation".
+    """Read a COCO file and number its annotations from 1, as COCO's evaluation code takes the id 0 for "no annotation".
 
-    Raises UserError, naming the first problem, when the file is not valid."""
+    Raises UserError, which names the first problem, when the file is not valid."""
     with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
         tree = json.loads(file.read_text())
     for problem in problems(tree):

@@ -1,6 +1,8 @@
-"""Fine-tune a backbone for detection and instance segmentation with Mask R-CNN or Cascade Mask R-CNN, and measure
-COCO's average precision. The settings are those of SelfPatch's supplement A (Yun et al. 2022, arXiv:2206.07990) for 1x
-and of DRLoc's section 5.3 (Liu et al. 2021, arXiv:2106.03746) for 3x."""
+"""Fine-tune a backbone for detection and instance segmentation, and measure COCO's average precision.
+
+The detector is Mask R-CNN or Cascade Mask R-CNN. The settings are those of SelfPatch's supplement A (Yun et al. 2022,
+arXiv:2206.07990) for 1x and of DRLoc's section 5.3 (Liu et al. 2021, arXiv:2106.03746) for 3x.
+"""
 
 import copy
 from collections import Counter
@@ -39,12 +41,10 @@ COLOURS = ("#d5402b", "#2f6fd0", "#e69a00", "#7a3fb0", "#2f8f4e", "#00a5b5", "#d
 def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Workspace) -> Outcome:
     """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
 
-    `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on.
-    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in the
-    workspace. Several ranks share the work; rank 0 returns the outcome, and writes pictures and
-    checkpoints.
-
-    Raises UserError when the schedule or the data are wrong, or the backbone does not fit them."""
+    `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on. A call
+    with the same arguments continues a stopped training from its checkpoint in the workspace. Several ranks share the
+    work; rank 0 returns the outcome, and writes pictures and checkpoints. Raises UserError when the schedule or the
+    data are wrong, or the backbone does not fit them."""
     settings = load_schedule(protocol.schedule)
     train, val = Coco.of(coco, "train"), Coco.of(coco, "val")
     if train.categories != val.categories:
@@ -82,7 +82,7 @@ def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Wo
 def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.Module:
     """Build the detector for a number of classes, on the backbone's device. The backbone becomes a part of it.
 
-    Raises UserError when the backbone's maps do not fit a feature pyramid, or it is no ResNet where one is needed."""
+    Raises UserError when the backbone's maps do not fit a feature pyramid, or a setting needs a ResNet."""
     if settings.drop_path:
         set_drop_path(backbone.model, settings.drop_path)
     if settings.frozen:
@@ -105,8 +105,9 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
 
 @torch.inference_mode()
 def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the number of each image of this rank's part and its n predictions: boxes (n, 4), labels (n,), scores (n,)
-    and masks (n, 1, H, W)."""
+    """Yield the number of each image of this rank's part, and its n predictions.
+
+    They are boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, H, W)."""
     net.eval()
     device = next(net.parameters()).device
     mine = range(dist.rank(), len(data), dist.size())
@@ -132,7 +133,10 @@ def coco_results(data: Coco, i: int, result: dict[str, Tensor]) -> Iterator[dict
 
 
 def draw(data: Coco, results: list[tuple[int, dict[str, Tensor]]], path: Path) -> Path:
-    """Draw images with their annotations on the left and the predictions on the right."""
+    """Draw images with their annotations on the left and their predictions on the right, and return `path`.
+
+    `results` are pairs from `predictions`: the number of an image and its predictions, of which those with a score of
+    at least CONFIDENT are drawn. The picture is written to `path`."""
     lines = {}
     for i, result in results:
         image, target = data[i]

@@ -1,7 +1,8 @@
-"""The parts of Detectron2's and mmdetection's detectors that differ from torchvision's: where regions lie on the cells
-of a map, the losses of boxes, and how many proposals remain in training.
+"""Parts of Detectron2's and mmdetection's detectors that differ from torchvision's: how regions are aligned with the
+cells of a map, the losses of boxes, and the number of proposals in training.
 
-There are R regions and C classes, of which class 0 is the background."""
+There are R regions and C classes, of which class 0 is the background.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -15,7 +16,7 @@ from torchvision.ops import MultiScaleRoIAlign, generalized_box_iou_loss, roi_al
 from torchvision.ops.poolers import LevelMapper
 
 Parts = Literal["torchvision", "detectron2"]
-GIOU_WEIGHT = 10.0  # Swin's code has this value.
+GIOU_WEIGHT = 10.0  # as in Swin's code
 
 
 def region_pool(names: Sequence[str], strides: Sequence[int], side: int, parts: Parts) -> nn.Module:
@@ -26,8 +27,9 @@ def region_pool(names: Sequence[str], strides: Sequence[int], side: int, parts: 
 
 
 class AlignedRegions(nn.Module):
-    """Cut each region from the map that suits its size, as MultiScaleRoIAlign does, but with the centre of a cell at
-    the middle of its pixels. torchvision takes the cell's corner, which moves regions by half a cell."""
+    """Cut each region from the map that suits its size, as MultiScaleRoIAlign does, but aligned to centres of cells.
+
+    torchvision takes a cell's corner for the middle of its pixels, which moves regions by half a cell."""
 
     def __init__(self, names: Sequence[str], strides: Sequence[int], side: int) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class AlignedRegions(nn.Module):
 
     def forward(self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Sequence[tuple[int, int]]) -> Tensor:
         """Return the regions (R, channels, side, side) of the boxes of all images."""
-        rois = torch.cat([F.pad(b, (1, 0), value=i) for i, b in enumerate(boxes)])  # (R, 5), the image first
+        rois = torch.cat([F.pad(b, (1, 0), value=i) for i, b in enumerate(boxes)])  # (R, 5) number of image, box
         levels = self.level(boxes)
         rows = [torch.where(levels == i)[0] for i in range(len(self.maps))]
         cut = [
@@ -47,12 +49,12 @@ class AlignedRegions(nn.Module):
 
 
 class L1Proposals(RegionProposalNetwork):
-    """A region proposal network whose loss of boxes is L1, not smooth at its minimum."""
+    """A region proposal network with an L1 loss of boxes instead of a smooth L1 loss."""
 
     def compute_loss(
         self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the losses of the scores and of the boxes, for anchors drawn from those of all images."""
+        """Return the loss of the scores and that of the boxes, for anchors that are sampled from all images."""
         objects, others = (torch.where(torch.cat(chosen))[0] for chosen in self.fg_bg_sampler(labels))
         anchors = torch.cat([objects, others])
         score_loss = F.binary_cross_entropy_with_logits(objectness.flatten()[anchors], torch.cat(labels)[anchors])
@@ -71,8 +73,8 @@ def l1_losses(
 
 
 def own(offsets: Tensor, scores: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Return the box offsets (R, 4) of the class of each region: its label (R,) where that is an object, otherwise the
-    best class of the scores (R, C)."""
+    """Return the box offsets (R, 4) for one class of each region: its label (R,) if that is an object, otherwise the
+    class with the best score of scores (R, C)."""
     y = scores[:, 1:].argmax(1) + 1
     y = y if labels is None else torch.where(labels > 0, labels, y)
     return offsets.unflatten(1, (-1, 4))[torch.arange(len(y), device=y.device), y]

@@ -23,17 +23,16 @@ from eagleray.dense.detection.pyramid import FeaturePyramid
 Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None
 Shapes = list[tuple[int, int]]  # height and width of each image
-RATIOS = (0.5, 1.0, 2.0)  # height by width of the anchors
+RATIOS = (0.5, 1.0, 2.0)  # height over width of the anchors
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # statistics of ImageNet's pixels, from 0 to 1
 HIDDEN = 1024  # width of the two layers of a box head
-# For each stage of a cascade: the least overlap of a region with its object, the factor of the box offsets, and the
-# weight of its losses (Cai and Vasconcelos, section 4; the weights are mmdetection's).
+# For each stage of a cascade: the least IoU of a region with its object, the factor of the box offsets, and the weight
+# of its losses (Cai and Vasconcelos, section 4; the weights are mmdetection's).
 STAGES = ((0.5, 10.0, 1.0), (0.6, 20.0, 0.5), (0.7, 30.0, 0.25))
 
 
 class Proposals(RPNHead):
-    """A region proposal head whose outputs are float32 even in mixed precision, as bfloat16 is too coarse for box
-    offsets."""
+    """A region proposal head with float32 outputs even in mixed precision: bfloat16 is too coarse for box offsets."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         scores, offsets = super().forward(x)
@@ -74,8 +73,7 @@ class Stage(RoIHeads):
     def losses(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
     ) -> tuple[Losses, list[Tensor], Tensor]:
-        """Return the losses, the regions of each image that were drawn for them, and the box offsets (R, 4) of their
-        classes."""
+        """Return the losses, each image's regions that were sampled for them, and their box offsets (R, 4)."""
         assert targets is not None
         regions, matches, labels, box_targets = self.select_training_samples(proposals, targets)
         x = self.box_head(self.box_roi_pool(features, regions, shapes))
@@ -95,8 +93,9 @@ class Stage(RoIHeads):
     def mask_features(
         self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
     ) -> Tensor:
-        """Return the features for the masks of the boxes, which are the regions with a label above 0. `x` are the
-        outputs of the box head for all regions."""
+        """Return the features for the masks of `boxes`, the regions with a label above 0.
+
+        `x` are the outputs of the box head for all regions, which heads without a mask branch of their own may use."""
         out: Tensor = self.mask_head(self.mask_roi_pool(features, boxes, shapes))
         return out
 
@@ -115,9 +114,9 @@ def mask_rcnn(
 ) -> GeneralizedRCNN:
     """Build Mask R-CNN, or its cascade, on a feature pyramid.
 
-    Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. With `convolutions` a box head
-    has four of them and one linear layer, as in Swin's code, and a stage of a cascade has offsets of each class. The
-    other settings are those of `assemble`."""
+    Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. With `convolutions`, a box head
+    has four convolutions and one linear layer, as in Swin's code, and the stages of a cascade have offsets for each
+    class. The other settings are those of `assemble`."""
     anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
     stages = [
         roi_heads(
@@ -161,8 +160,8 @@ def assemble(
     """Build torchvision's model from its parts. It resizes and normalises images with values from 0 to 1 itself.
 
     In training the short side of an image is drawn from `sizes`; otherwise it is the last of them. `longest` limits the
-    long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals compete;
-    `kept` of an image's remain in training, and 1000 to test."""
+    long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals compete; of
+    all maps of an image, `kept` proposals remain in training, and 1000 otherwise."""
     network = L1Proposals if parts == "detectron2" else RegionProposalNetwork
     rpn = network(anchors, proposals, 0.7, 0.3, 256, 0.5, ranked, {"training": kept, "testing": 1000}, 0.7)
     transform = GeneralizedRCNNTransform(tuple(sizes), longest, MEAN, STD, size_divisible=divisor)  # type: ignore[arg-type]
@@ -200,7 +199,7 @@ def roi_heads(
 
 
 def matching(stage: tuple[float, float, float], regions: int) -> dict[str, Any]:
-    """Return how a stage draws its regions in training, and which of its detections count."""
+    """Return torchvision's settings for a stage: how regions are sampled in training, and which detections are kept."""
     overlap, precision, _ = stage
     return {
         "fg_iou_thresh": overlap,
@@ -241,7 +240,7 @@ class Cascade(nn.Module):
             own, regions, offsets = heads.losses(features, proposals, shapes, targets)
             losses |= {f"{name}_{i + 1}": weight * loss for name, loss in own.items()}
             boxes = refine(heads, offsets.detach(), regions, shapes)
-            proposals = [b[remove_small_boxes(b, 1e-2)] for b in boxes]  # offsets from a box without width are infinite
+            proposals = [b[remove_small_boxes(b, 1e-2)] for b in boxes]  # boxes without width have infinite offsets
         return losses
 
     def detect(self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes) -> list[dict[str, Tensor]]:
@@ -251,7 +250,7 @@ class Cascade(nn.Module):
             inputs = proposals if i == 0 else refine(self.stages[i - 1], own(offsets, scores), inputs, shapes)  # type: ignore[arg-type]
             scores, offsets = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, inputs, shapes)))
             probabilities.append(scores.softmax(1))
-        mean = torch.stack(probabilities).mean(0).log()  # torchvision applies a softmax, which returns the mean
+        mean = torch.stack(probabilities).mean(0).log()  # the softmax that torchvision applies returns the mean again
         results = self.stages[-1].postprocess_detections(mean, offsets, inputs, shapes)
         out = [{"boxes": b, "scores": s, "labels": y} for b, s, y in zip(*results, strict=True)]
         boxes, labels = [r["boxes"] for r in out], [r["labels"] for r in out]
@@ -265,7 +264,7 @@ class Cascade(nn.Module):
 
 
 def refine(heads: RoIHeads, offsets: Tensor, boxes: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """Move the boxes of each image by their offsets, whose first four columns count, and clip them to the image.
+    """Move the boxes of each image by the first four columns of their offsets, and clip them to the image.
 
     The offsets (R, 4 or more) are those of the regions of all images."""
     refined = heads.box_coder.decode(offsets[:, :4], boxes).view(-1, 4).split([len(b) for b in boxes])

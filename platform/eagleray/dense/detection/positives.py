@@ -1,7 +1,8 @@
 """Count the neighbours of each patch that show the same objects, and how often the most similar ones are among them.
 
-The count is that of SelfPatch's supplement, appendix G (Yun et al. 2022, arXiv:2206.07990): the true positives that its
-loss looks for without labels. N patches, C classes and the background."""
+These are the true positives that SelfPatch's loss looks for without labels, counted as in its supplement, appendix G
+(Yun et al. 2022, arXiv:2206.07990). N patches, C classes and the background.
+"""
 
 from pathlib import Path
 
@@ -20,17 +21,16 @@ from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric
 
-THRESHOLD = 0.95  # cosine of two patches' classes from which on they are positives, as in the appendix
+THRESHOLD = 0.95  # least cosine of two patches' class shares that makes them positives, as in the appendix
 
 
 @torch.inference_mode()
 @in_eval_mode
 def positives(backbone: Backbone, folder: Path, settings: Positives) -> Outcome:
-    """Count the true positives in the validation images of a folder in COCO's layout, of a backbone's grid of patches.
+    """Count the true positives among neighbouring patches in the validation images of a folder in COCO's layout.
 
     Each image is resized to `size` pixels on its short side and cropped in the middle. `chosen` is the number of most
-    similar neighbours, by the backbone's features. Raises UserError when an image or the annotations cannot be read.
-    """
+    similar neighbours, by the backbone's features. Raises UserError when an image or the annotations cannot be read."""
     coco, device = Coco.of(folder, "val"), next(backbone.parameters()).device
     counts, on_objects, right, taken, around = [], [], 0, 0, 0
     for i in range(len(coco)):
@@ -59,8 +59,7 @@ def positives(backbone: Backbone, folder: Path, settings: Positives) -> Outcome:
 def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:
     """Return the middle of an image (3, S, S) and the class of each of its pixels (S, S), 0 for the background.
 
-    Smaller objects lie on larger ones.
-    """
+    If objects overlap, the pixel has the class of the smallest one."""
     masks = example.target["masks"]
     classes = torch.zeros(example.image.shape[1:], dtype=torch.int64)
     for i in masks.flatten(1).sum(1).argsort(descending=True, stable=True).tolist():
@@ -70,11 +69,11 @@ def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:
 
 
 def positive_neighbours(classes: Tensor, count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return which patches of a grid (h, w) are neighbours with the same classes (N, N), and which show objects (N,).
+    """Return masks of neighbours with the same classes (N, N) and of patches that show objects (N,), on a grid (h, w).
 
-    A patch is described by the share of its pixels (S, S) that each of `count` classes and the background has. Two are
-    the same if the cosine of these is at least THRESHOLD; a patch shows objects if they cover more than half of it.
-    """
+    A patch is described by the share of its pixels (S, S) that each of `count` classes and the background has. Two have
+    the same classes if the cosine of their shares is at least THRESHOLD; one shows objects if they cover more than half
+    of it."""
     shares = F.adaptive_avg_pool2d(F.one_hot(classes.long(), count + 1).permute(2, 0, 1).float(), grid).flatten(1).T
     same = (unit := F.normalize(shares, dim=1)) @ unit.T >= THRESHOLD
     candidates = neighbours(grid, wrap=False)  # (N, 8)

@@ -8,7 +8,7 @@ from eagleray.base.errors import UserError
 from eagleray.dense.feature_maps import Maps
 from eagleray.models.backbone import Backbone
 
-TAPS = (4, 6, 8, 12)  # the blocks of a ViT with twelve whose output is read (SelfPatch)
+TAPS = (4, 6, 8, 12)  # numbers of the blocks, of twelve, whose outputs are read from a ViT (SelfPatch)
 
 
 class FeaturePyramid(nn.Module):
@@ -23,7 +23,7 @@ class FeaturePyramid(nn.Module):
         super().__init__()
         self.maps, self.out_channels = Maps(backbone, TAPS, rescale=True), channels
         self.strides = strides(self.maps.steps)
-        self.names = [str(i) for i in range(len(self.maps.dims))]  # the maps that regions are cut from
+        self.names = [str(i) for i in range(len(self.maps.dims))]  # names of the maps from which regions are cut
         self.fpn = FeaturePyramidNetwork(self.maps.dims, channels, extra_blocks=LastLevelMaxPool())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ class FeaturePyramid(nn.Module):
 def strides(steps: list[float]) -> list[int]:
     """Return the distance in pixels between neighbouring cells, for each map and for the additional map `pool`.
 
-    Raises UserError when a distance is not a power of two, as anchors and regions would not lie on the cells."""
+    Raises UserError when a distance is not a power of two, as anchors and regions would not match the cells."""
     if any(step < 1 or step != 2 ** (int(step).bit_length() - 1) for step in steps):
         raise UserError(
             f"detection: the cells of the backbone's maps are {', '.join(f'{s:g}' for s in steps)} pixels apart; "

@@ -11,8 +11,8 @@ from faster_coco_eval import mask as runs
 from numpy.typing import NDArray
 
 KINDS = {"bbox": "box", "segm": "mask"}
-# Average precision: over overlaps of 0.5 to 0.95; at 0.5 and at 0.75; and of objects below 32 x 32, below
-# 96 x 96 and above 96 x 96 pixels.
+# faster_coco_eval's names of average precisions, and ours: the mean over IoU thresholds from 0.5 to 0.95; at IoU 0.5
+# and 0.75; and for objects smaller than 32 x 32 pixels, from there to 96 x 96, and larger.
 NAMES = {"AP_all": "ap", "AP_50": "ap50", "AP_75": "ap75"}
 NAMES |= {"AP_small": "ap_small", "AP_medium": "ap_medium", "AP_large": "ap_large"}
 
@@ -46,11 +46,11 @@ def scores(truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> di
     """Return COCO's average precisions in percent by name.
 
     `truth` is the content of a COCO file in which each annotation has `area` and `iscrowd`. Each result has image_id,
-    category_id, score, bbox [x, y, width, height] and segmentation (runs). Average precisions for a size of objects
-    (small, medium or large) that does not occur are left out."""
+    category_id, score, bbox [x, y, width, height] and segmentation (runs). If no object is small, medium or large, the
+    average precision for this size is left out."""
     out: dict[str, float] = {}
     for kind, name in KINDS.items():
-        # COCO's code takes the size of a result from its box if it has one, so results for masks must not have boxes.
+        # COCO's code takes the size of a result from its box if there is one, so results for masks must not have boxes.
         unwanted = "segmentation" if kind == "bbox" else "bbox"
         annotations = COCO(dict(truth))
         predictions = [{k: v for k, v in r.items() if k != unwanted} for r in results]

@@ -28,8 +28,8 @@ from eagleray.storage.ordered_map import ordered_map
 FOLDER = "pipelines/detection"
 THREADS = 8  # number of threads that read and decode images
 
-# The keys that came later are left out of the settings where they have their default, so that a training which was
-# begun without them continues: its folder is named after the settings.
+# A training's folder is named by a digest of its settings without keys of default value. So it continues when a later
+# version adds keys.
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -37,19 +37,19 @@ class DetectionSchedule:
     """The settings of a detector's training, as in the files of pipelines/detection."""
 
     cascade: bool = False  # three stages of heads instead of one
-    head: Literal["fpn", "c4"] = "fpn"  # on a pyramid of maps; c4: the last stage of a ResNet, on the stage before it
-    convolutions: bool = False  # four in each box head, a GIoU loss, and in a cascade offsets of each class
+    head: Literal["fpn", "c4"] = "fpn"  # fpn: on a pyramid of maps; c4: a ResNet's last stage, on the stage before it
+    convolutions: bool = False  # four of them in each box head, a GIoU loss, and in a cascade offsets of each class
     parts: Parts = "torchvision"  # library that regions and box losses follow; detectron2's are mmdetection's too
-    frozen: bool = False  # a ResNet's stem, first stage and batch norm stay as they are
+    frozen: bool = False  # whether a ResNet's stem, first stage and batch norm are not trained
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
     lr: Schedule = Schedule(value=1e-4, warmup_from=1e-7, warmup=0.14, drops=(8, 11))
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd: with momentum 0.9
     weight_decay: float = 0.05
     drop_path: Share = 0.05
-    sizes: tuple[PositiveInt, ...] = (800,)  # pixels of the short side: drawn in training, the last one to test
-    longest: PositiveInt = 1333  # pixels of the long side at most
-    crop: bool = False  # half of the training images are cropped before, as in DETR
+    sizes: tuple[PositiveInt, ...] = (800,)  # short sides in pixels: drawn in training, the last one to test
+    longest: PositiveInt = 1333  # longest side of an image in pixels
+    crop: bool = False  # whether half of the training images are cropped before resizing, as in DETR
     channels: PositiveInt = 256  # width of the pyramid's maps
     regions: PositiveInt = 512  # number of regions of an image in the loss
     anchor: PositiveFloat = 8.0  # width of an anchor in cells
@@ -84,7 +84,7 @@ class Batch:
     """The images of one training step, which may differ in size."""
 
     examples: Sequence[Example]
-    rows: tuple[int, ...]  # images of every rank
+    rows: tuple[int, ...]  # number of images of each rank
 
 
 class Learner(Trainee):
@@ -95,27 +95,28 @@ class Learner(Trainee):
         self.net, self.seed = net, seed
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the loss and its parts. Each is a mean over regions that this rank has drawn, as in mmdetection."""
+        """Return the loss and its parts: means over the regions that this rank has sampled, as in mmdetection."""
         device = next(self.parameters()).device
         if len(batch.rows) > 1:
             transform: Any = self.net.transform
             sizes = draw_sizes(transform.min_size, (self.seed, at.step, 0), sum(batch.rows))
             upcoming = iter([sizes[row] for row in own(batch.rows)])
-            transform.torch_choice = lambda _: next(upcoming)  # instead of drawing on this rank
+            transform.torch_choice = lambda _: next(upcoming)  # replaces torchvision's draw
         images = [x.image.to(device).float() / 255 for x in batch.examples]
         losses = self.net(images, [{k: v.to(device) for k, v in x.target.items()} for x in batch.examples])
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
 
 
 def draw_sizes(sizes: Sequence[int], seed: tuple[int, ...], count: int) -> list[int]:
-    """Draw the short sides of the images of a global batch, as torchvision draws them in one process."""
+    """Draw the short side of each image of a global batch, as torchvision draws them in one process."""
     generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFF)
     return [sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes)), generator=generator))] for _ in range(count)]
 
 
 def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: str, scratch: Path, note: Note) -> None:
-    """Train the detector in place, continuing from the newest checkpoint in the folder if there is one. `scratch` is
-    that of `fine_tune`."""
+    """Train the detector in place, continuing from the newest checkpoint in the folder if there is one.
+
+    `folder` and `scratch` are those of `fine_tune`."""
     images = data.trainable()
     batch = min(settings.batch, len(images))
     data = dataclasses.replace(data, flip=True, crop=settings.seed if settings.crop else None)
@@ -142,8 +143,8 @@ def batches(
     """Yield this rank's part of the training batches from step `start` on. `rows` are the numbers of images of all
     ranks.
 
-    Every epoch visits the images in a new order and leaves out those at its end that do not fill a batch. Threads read
-    the images of the next steps in the background."""
+    Every epoch visits the images in a new order and leaves out the last ones that do not fill a batch. Threads read the
+    images of the next steps in the background."""
     batch, mine = sum(rows), own(rows)
     steps = len(images) // batch
 

@@ -24,13 +24,13 @@ from eagleray.data.pixels import decoding
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
-IGNORED = 255  # pixels of no class
-NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # lines of classes.txt that do not name a class
+IGNORED = 255  # class of pixels that have none
+NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # names in classes.txt that are not classes
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
-WIDEST = 4  # the long side is at most so many times `size`, as in mmsegmentation's (2048, 512)
-RATIOS = (0.5, 2.0)  # range of the factor by which the short side differs from `size` in training
-LARGEST, TRIES = 0.75, 10  # largest share of a crop that one class may have, and the number of crops that are tried
-# Ranges of the factors of brightness and saturation and of the turn of the hue; each applies to half of the images.
+WIDEST = 4  # limit of the long side, in units of `size`, as in mmsegmentation's (2048, 512)
+RATIOS = (0.5, 2.0)  # range of the short side in training, in units of `size`
+LARGEST, TRIES = 0.75, 10  # largest share of one class in a crop, and most draws of such a crop
+# Ranges of the factors of brightness and saturation, and of the shift of the hue; each applies to half of the images.
 JITTER = (
     (photometric.brightness, 0.875, 1.125),
     (photometric.saturation, 0.5, 1.5),
@@ -43,8 +43,8 @@ class Layout(NamedTuple):
 
     train: tuple[str, str]
     val: tuple[str, str]
-    first: int = 0  # the value of the first class; a smaller one is ignored
-    classes: int | None = None  # if no file names them; None: the highest class in the training masks counts
+    first: int = 0  # value of the first class in a mask; smaller values are ignored
+    classes: int | None = None  # number of classes if no file names them; None: by the training masks
 
 
 LAYOUTS = (
@@ -63,8 +63,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Masks:
-    """A dataset for semantic segmentation with C classes: pairs of an image and a mask, which holds the class of each
-    pixel."""
+    """A dataset for semantic segmentation with C classes: pairs of an image and a mask with the class of each pixel."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
@@ -128,8 +127,7 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Read the names of the classes from a file with one name in each line, or from ADE20K's list; return an empty list
-    if the folder has no such file."""
+    """Read the names of the classes from classes.txt, one in each line, or from ADE20K's list; empty without them."""
     if (path := folder / "classes.txt").is_file():
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():
@@ -201,12 +199,10 @@ def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
 def crops(
     masks: Masks, *, start: int, stop: int, batch: int, rows: range, size: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the `rows` of the training batches numbered `start` to `stop` - 1: crops (B, 3, size, size) and classes (B,
-    size, size), int64.
+    """Yield this rank's `rows` of the training batches from step `start` to `stop` - 1.
 
-    Every epoch visits all training images in a new order. A batch is the same whatever `start` is.
-
-    Raises UserError when an image or a mask cannot be read."""
+    These are crops (B, 3, size, size) and their classes (B, size, size), int64. Every epoch visits all training images
+    in a new order. A batch is the same whatever `start` is. Raises UserError when an image or a mask cannot be read."""
     n = len(masks.train)
 
     def load(k: int) -> tuple[Tensor, Tensor]:

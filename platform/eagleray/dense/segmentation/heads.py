@@ -35,8 +35,8 @@ def resized(x: Tensor, like: Tensor) -> Tensor:
 class SemanticFPN(nn.Module):
     """The head of Semantic FPN, on a feature pyramid with `width` channels.
 
-    Level i of the pyramid passes i convolutions with half as many channels, each followed by an upsampling by 2. The
-    class scores are computed from the sum of all levels."""
+    Level i of the pyramid passes through i convolutions with half as many channels, each followed by an upsampling by
+    2. The class scores are computed from the sum of all levels."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SemanticFPN(nn.Module):
         """Return a list of one tensor: class scores (B, K, h, w) at the size of the finest map."""
         pyramid = self.fpn({str(i): x for i, x in enumerate(maps)}).values()
         enlarged = [level(x) for level, x in zip(self.levels, pyramid, strict=True)]
-        # A ViT's maps all have one size; as in SelfPatch's code they are enlarged like others, then shrunk again.
+        # A ViT's maps have one size; as in SelfPatch's code, they are enlarged as if they differed, then shrunk again.
         return [self.classify(sum(resized(x, maps[0]) for x in enlarged))]
 
 

@@ -15,17 +15,17 @@ from eagleray.base.plotting import DPI
 from eagleray.dense.segmentation.data import IGNORED
 from eagleray.dense.segmentation.scores import class_scores
 
-GOLDEN = 0.618034  # share of the circle of hues between consecutive classes, which makes them differ
-NONE = (32, 32, 32)  # pixels of no class
-WIDTH = 3.2  # inches of an image
-NAMES = 40  # in a legend at most
+GOLDEN = 0.618034  # step of the hue from class to class, as a share of the circle; it makes hues differ
+NONE = (32, 32, 32)  # colour of pixels without a class
+WIDTH = 3.2  # width of an image in inches
+NAMES = 40  # most names in a legend
 
 
 class Comparison(NamedTuple):
     """An image with its true and its predicted classes."""
 
     image: Tensor  # (3, H, W) uint8
-    truth: Tensor  # (H, W) classes, IGNORED where there is none
+    truth: Tensor  # (H, W) classes, IGNORED for pixels without one
     prediction: Tensor  # (H, W) classes
 
 
@@ -41,8 +41,7 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> None:
-    """Draw one row for each image: the image, its true classes and its predicted classes. A legend names the classes
-    that occur."""
+    """Draw one row for each image: the image, its true and its predicted classes. A legend names those that occur."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -13,13 +13,12 @@ from torchvision.transforms.v2.functional import resize
 from eagleray.dense.segmentation.data import IGNORED, resized_shape
 from eagleray.views.photometric import normalise
 
-SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # sizes behind DRLoc's and Swin's numbers; each is also mirrored
-Net = Callable[[Tensor], Tensor]  # normalised images (B, 3, H, W) to scores (B, C, H, W)
+SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # relative sizes in DRLoc's and Swin's results; each is also mirrored
+Net = Callable[[Tensor], Tensor]  # maps normalised images (B, 3, H, W) to scores (B, C, H, W)
 
 
 def confusion(truth: Tensor, prediction: Tensor, classes: int) -> Tensor:
-    """Return the confusion matrix (C, C): the number of pixels of each true class (row) with each predicted class
-    (column).
+    """Return the confusion matrix (C, C): how many pixels of each true class (row) have each predicted class (column).
 
     IGNORED pixels do not count."""
     known = truth != IGNORED

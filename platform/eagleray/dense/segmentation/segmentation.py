@@ -32,8 +32,8 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
 from eagleray.storage.ordered_map import ordered_map
 
-WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the rate that it begins with
-SHORT = 10  # a run of few steps warms up in one of so many of them
+WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the learning rate at its start
+SHORT = 10  # least number of steps of a training for each step of warm-up
 HELPER = 0.4  # weight of UPerNet's second classifier
 PICTURES = 4  # images in the picture
 
@@ -46,7 +46,7 @@ class HeadSettings:
     width: int  # channels
     steps: int
     drop_path: float
-    taps: tuple[int, ...]  # blocks of a ViT with twelve whose output is read
+    taps: tuple[int, ...]  # numbers of the blocks, of twelve, whose outputs are read from a ViT
     rescale: bool  # whether a ViT's maps become a pyramid
 
 
@@ -57,12 +57,11 @@ HEADS = {
 
 
 def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, workspace: Workspace) -> Outcome:
-    """Fine-tune a copy of the backbone on the training images of `folder`, and measure mIoU, mAcc and aAcc in percent
-    on the validation images.
+    """Fine-tune a copy of the backbone on the training images of `folder`, and test it on the validation images.
 
-    With `multi_scale` the three scores are also measured with predictions averaged over six sizes and mirror images.
-    Calling the function again with the same arguments continues a training that was stopped, from its checkpoint in the
-    workspace. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
+    mIoU, mAcc and aAcc are measured in percent, and with `multi_scale` also with predictions averaged over six sizes
+    and mirror images. A call with the same arguments continues a stopped training from its checkpoint in the workspace.
+    Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
 
     Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
     check(protocol)
@@ -107,7 +106,7 @@ def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, works
 
 
 def check(protocol: Segmentation) -> None:
-    """Raise UserError when one of these settings is wrong."""
+    """Raise UserError when the head, the steps, the width or the batch are wrong."""
     head, steps, width, batch = protocol.head, protocol.steps, protocol.width, protocol.batch
     if head not in HEADS:
         raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
@@ -138,8 +137,7 @@ class Segmenter(Trainee):
         return {"loss": losses[0] + HELPER * sum(losses[1:])}
 
     def raw(self, x: Tensor) -> list[Tensor]:
-        """Return the class scores of the head (B, K, H, W); in training, UPerNet's second classifier adds another such
-        tensor."""
+        """Return the class scores (B, K, H, W) of the head's classifiers: one, or two for UPerNet in training."""
         h, w = x.shape[2:]
         x = F.pad(x, (0, -w % self.maps.cell, 0, -h % self.maps.cell))
         scores = self.head(self.maps(x))
@@ -151,8 +149,8 @@ class Segmenter(Trainee):
 
     @staticmethod
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of the cross-entropies of class scores (B, K, H, W) for true classes (B, H, W); IGNORED pixels
-        do not count."""
+        """Return the summed cross-entropy of class scores (B, K, H, W) and classes (B, H, W), without IGNORED
+        pixels."""
         return F.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
@@ -170,9 +168,8 @@ def batches(
     masks: Masks, settings: dict[str, Any], rows: tuple[int, ...], start: int, device: torch.device
 ) -> Iterator[tuple[Progress, Batch]]:
     """Yield this rank's part of the training batches from step `start` on, each with the progress of the training.
-    `rows` are the numbers of rows of all ranks.
 
-    Every step counts as an epoch, because all schedules are in steps."""
+    `rows` are the numbers of rows of all ranks. Every step counts as an epoch, because all schedules are in steps."""
     steps, batch, mine = settings["steps"], settings["batch"], own(rows)
     stream = crops(masks, start=start, stop=steps, batch=batch, rows=mine, size=settings["size"], seed=settings["seed"])
     for step, (x, y) in enumerate(stream, start):
@@ -199,8 +196,9 @@ def report(
     *,
     multi_scale: bool,
 ) -> Outcome:
-    """Score the network on the validation images, write a table of the scores of each class, and draw some of the
-    images. Each rank takes a part of the images, and rank 0 writes."""
+    """Score the network on the validation images, write a table with the scores of each class, and draw some images.
+
+    Each rank takes a part of the images, and rank 0 writes."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
     samples: list[tuple[int, Comparison]] = []
@@ -215,7 +213,7 @@ def report(
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
         if i % every == 0 and i // every < PICTURES:
             samples.append((i, Comparison(image, truth, prediction)))
-    single, several = (dist.total(counts.to(device)).cpu() for counts in (single, several))  # NCCL takes the device's
+    single, several = (dist.total(counts.to(device)).cpu() for counts in (single, several))  # NCCL sums on the device
     parts = dist.gather_at_zero(samples)
     if parts is None:
         return Outcome({})

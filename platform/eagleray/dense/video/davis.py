@@ -1,8 +1,8 @@
-"""Propagate the masks of a video's first frame to all other frames by the similarity of patches alone, on DAVIS 2017
-and 2016.
+"""Propagate the masks of a video's first frame by the similarity of patches alone, on DAVIS 2017 and 2016.
 
 The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020. The features
-of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
+of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990.
+"""
 
 import functools
 import itertools
@@ -33,16 +33,16 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
 
-LISTS = ("2017", "2016", "480p")  # folders of ImageSets; all but 2017 have one object, the foreground
-MULTIPLE = 64  # pixels; the long side is rounded down to a multiple of so many
+LISTS = ("2017", "2016", "480p")  # folders of ImageSets; outside of 2017 there is one object, the foreground
+MULTIPLE = 64  # the long side is rounded down to a multiple of so many pixels
 TEMPERATURE = 0.1
-TILE = 12  # rows and columns of patches that are compared at a time with those in their reach
-ROWS, BINS = 30, 4  # colour histograms: cells from top to bottom, as many as patches of a ViT/16; bins of each colour
-COLUMNS = 5  # frames in a picture
+TILE = 12  # rows and columns of patches that are compared with others at a time
+ROWS, BINS = 30, 4  # rows of cells with a colour histogram, like patches of a ViT/16; bins of each channel
+COLUMNS = 5  # number of frames in a picture
 
 Masks = NDArray[np.uint8]  # (H, W) numbers of objects, 0 for the background
 Area = tuple[slice, slice]  # rows and columns of a grid of patches
-# From a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid.
+# Maps a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid (h, w).
 Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 
 
@@ -58,10 +58,10 @@ class Video(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The scores of a sequence, and the picture of it.
+    """The scores and the picture of a sequence.
 
-    The scores are J and F of each object (n, 2): those of the backbone's patches under the name "", and those of colour
-    histograms under "colours_"."""
+    `scores` has J and F of each object (n, 2): for the backbone's patches under the key "", and for colour histograms
+    under "colours_"."""
 
     name: str
     scores: dict[str, NDArray[np.float64]]
@@ -109,9 +109,9 @@ def davis(backbone: Backbone, data: Path, protocol: Davis, workspace: Workspace)
 @torch.inference_mode()
 @in_eval_mode
 def measure(backbone: Backbone, video: Video, out: Path, *, size: int, **settings: int) -> Measured:
-    """Measure one sequence, and draw its picture into the folder `out`.
+    """Return J and F of one sequence for the backbone and for colour histograms, and draw its picture into `out`.
 
-    Raises UserError as `evaluate_video` does."""
+    Raises UserError when the first mask has no object, or a mask and its frame differ in size."""
     descriptors: dict[str, Describe] = {"": functools.partial(tokens, backbone, size=size), "colours_": colours}
     scores: dict[str, NDArray[np.float64]] = {}
     rows: dict[str, list[draw.Tile]] = {}
@@ -142,7 +142,7 @@ def videos(data: Path, split: str) -> list[Video]:
             f"--split {split}: {data} has no ImageSets/*/{split}.txt; its splits are {', '.join(known) or 'none'}"
         )
     lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
-    names = dict.fromkeys(Path(x).parent.name if "/" in x else x for x in lines)  # 2016's own list names every frame
+    names = dict.fromkeys(Path(x).parent.name if "/" in x else x for x in lines)  # the list of 2016 names every frame
     if not names:
         raise UserError(f"{path}: expected names of sequences, found none")
     return [video(data, name, binary=path.parent.name != "2017") for name in names]
@@ -218,7 +218,7 @@ def propagate_masks(
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
         soft = propagate(x, context, labels, reach=size_mask_neighborhood, topk=topk)
         last.append((x, soft))
-        # The protocol enlarges to the resized frame, then to the frame by the nearest pixel: less than a pixel apart.
+        # The protocol enlarges labels to the resized frame, then masks by the nearest pixel: less than a pixel apart.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
         yield numbers[min_max(large).argmax(0).cpu().numpy()]
 
@@ -226,12 +226,11 @@ def propagate_masks(
 def propagate(
     target: Tensor, context: Tensor, labels: Tensor, *, reach: int, topk: int, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return the soft labels (C, h, w) of a frame, from its tokens (N, D) and the tokens (T, N, D) and soft labels (T,
-    C, h, w) of T other frames.
+    """Return the soft labels (C, h, w) of a frame, from its tokens (N, D) and T other frames' tokens and soft labels.
 
-    The label of a patch is a mean over the `topk` most similar patches of all T frames together, weighted by exp(cosine
-    / temperature). Only patches that are at most `reach` rows and columns apart are compared, or all if it is 0.
-    Patches that tie with the last of the `topk` are included."""
+    These are (T, N, D) and (T, C, h, w). The label of a patch is a mean over the `topk` most similar patches of all T
+    frames together, weighted by exp(cosine / temperature). Only patches that are at most `reach` rows and columns apart
+    are compared, or all if it is 0. Patches that tie with the last of the `topk` are included."""
     frames, classes, *grid = labels.shape
     reach = reach or max(grid)
     ours = F.normalize(target, dim=-1).unflatten(0, grid)  # (h, w, D)
@@ -279,9 +278,8 @@ def min_max(soft: Tensor) -> Tensor:
 def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tuple[int, int]]:
     """Resize a frame (3, H, W), uint8, as the protocol does, and return its patch tokens (N, D) and their grid.
 
-    The tokens of a ViT are those of the last block, before the norm.
-
-    Raises UserError when the backbone cannot process frames of this size."""
+    A ViT's tokens are those of the last block, before the norm. Raises UserError when the backbone cannot process
+    frames of this size."""
     device = next(backbone.parameters()).device
     resized = resize(backbone, frame, size)
     lacks = f"cannot take frames of {resized.shape[3]} x {resized.shape[2]} pixels"
@@ -292,7 +290,7 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
 
 
 def resize(backbone: Backbone, frame: Tensor, size: int) -> Tensor:
-    """Return a frame (3, H, W), uint8, as an image (1, 3, h, w) whose short side is about `size`, not rounded."""
+    """Return a frame (3, H, W), uint8, as an image (1, 3, h, w) of floats, whose short side is about `size`."""
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     height, width = frame.shape[1:]
     shape = frame_shape(height, width, size, step)
@@ -334,9 +332,7 @@ def read_frame(path: Path) -> Tensor:
 def read_mask(path: Path, binary: bool) -> Masks:
     """Read the number of the object at each pixel (H, W), uint8, from the palette or the grey values of a mask.
 
-    If `binary`, all pixels that are not 0 become 1.
-
-    Raises UserError when the mask does not decode."""
+    If `binary`, all numbers above 0 become 1. Raises UserError when the mask does not decode."""
     with explained(f"{path}: cannot be read", OSError), Image.open(path) as image:
         mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))
     return (mask > 0).astype(np.uint8) if binary else mask

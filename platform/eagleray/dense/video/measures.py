@@ -1,5 +1,7 @@
-"""Measure predicted masks of a video with DAVIS's region similarity J and contour accuracy F: Perazzi et al. 2016
-(CVPR), section 5."""
+"""Measure predicted masks of a video with DAVIS's region similarity J and contour accuracy F.
+
+Perazzi et al. 2016 (CVPR), section 5.
+"""
 
 import math
 
@@ -9,7 +11,7 @@ from scipy.ndimage import distance_transform_edt, find_objects
 
 Mask = NDArray[np.bool_]  # (H, W)
 
-TOLERANCE = 0.008  # share of the image's diagonal: contours match if they are at most so far apart
+TOLERANCE = 0.008  # largest distance of matching contours, as a share of the image's diagonal
 
 
 def region(prediction: Mask, truth: Mask) -> float:
@@ -26,9 +28,9 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
     if not one.any() or not other.any():
         return float(one.any() == other.any())
     reach = math.ceil(tolerance * math.hypot(*prediction.shape))
-    [box] = find_objects((one | other).astype(np.uint8))  # both contours lie in it, and distances take time
+    [box] = find_objects((one | other).astype(np.uint8))  # the box of both contours, to compute fewer distances
     one, other = one[box], other[box]
-    # A pixel lies in the other contour, widened by a disk, exactly when its distance is at most the disk's radius.
+    # A contour widened by a disk has exactly the pixels within the disk's radius of the contour.
     precision = np.mean(distance_transform_edt(~other)[one] <= reach)
     recall = np.mean(distance_transform_edt(~one)[other] <= reach)
     return float(2 * precision * recall / (precision + recall)) if precision + recall else 0.0

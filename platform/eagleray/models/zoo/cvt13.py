@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of every token to a coarser grid; queries, keys and values are convolutional projections."""
+    """Attention of every token to a coarser grid. Queries, keys and values are computed by convolutions."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, kernel: int, kv_stride: int) -> None:
         super().__init__()

@@ -91,12 +91,12 @@ class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, c, h, w = x.shape
         s = min(self.window, h, w)
-        # Padded before the convolution and not masked, so the convolution's output on the padding is attended to.
+        # The padding comes before the convolution and is not masked, so the convolution's output on it is attended to.
         x = F.pad(x, (0, -w % s, 0, -h % s))
         m, n = x.shape[2] // s, x.shape[3] // s
         qkv = self.qkv(x).view(b, 3, self.heads, -1, m, s, n, s).permute(1, 0, 4, 6, 2, 5, 7, 3)
         q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
-        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c is all channels, not a head's, as released
+        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c: all channels, not a head's, as released
         out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
         out = self.proj(out[:, :, :h, :w])
         return out

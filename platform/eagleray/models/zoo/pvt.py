@@ -36,10 +36,9 @@ class PVT(Pyramid):
         mlp_ratios: Sequence[int] = (8, 8, 4, 4),
         drop_path_rate: float = 0.0,
     ) -> None:
-        """Build the stages for position tables of `img_size` pixels.
+        """Build the stages for position tables of images of `img_size` pixels.
 
-        `reductions` are the factors by which the sides of the grid of keys and values are shorter than the queries'.
-        """
+        `reductions` divide the sides of the grid of keys and values."""
         super().__init__()
         self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
@@ -52,7 +51,7 @@ class PVT(Pyramid):
             )
             stages.append(Stage(before, dim, patches[i], size, blocks))
         self.stages = nn.Sequential(*stages)
-        self.norm = LayerNorm(dims[-1])  # timm's, whose eps is the authors' 1e-6
+        self.norm = LayerNorm(dims[-1])  # timm's layer norm has the authors' eps, 1e-6
         self.head = classifier(dims[-1], num_classes)
         self.apply(init)
 

@@ -15,20 +15,20 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
-RATIO, LEAST = 16, 32  # channels of a block over those from which its mixing weights come, and the fewest of these
+RATIO, LEAST = 16, 32  # a block's channels divided by those that give the mixing weights, and the fewest of the latter
 
 CFG = {"first_conv": "conv1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({f"resnet{depth}_sk": CFG for depth in (50, 101, 152)})
 
 
 class SKResNet(ResNet):
-    """A ResNet-D whose 3x3 convolutions select their kernels; all of it is `width` times as wide as a ResNet-50."""
+    """A ResNet-D whose 3x3 convolutions are selective kernels; all layers are `width` times a ResNet-50's width."""
 
     def __init__(self, *, width: int = 1, **options: Any) -> None:
         channels = [width * c for c in (64, 128, 256, 512)]
         stem = {"stem_type": "deep", "stem_width": width * 32}
         super().__init__(SKBottleneck, channels=channels, avg_down=True, **stem, **options)  # type: ignore[arg-type]
-        # TensorFlow's padding: an even side is padded at its end alone.
+        # As TensorFlow pads: an even side is padded at its end alone.
         self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # type: ignore[assignment]
 
     def init_weights(self, zero_init_last: bool = True) -> None:
@@ -79,14 +79,16 @@ class ShortcutPool(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool (B, C, H, W) from the top left corner; a pixel missing at an end is a zero where the stride is 2."""
+        """Average 2x2 pixels of (B, C, H, W) from the top left corner.
+
+        With stride 2, a missing pixel at an end is a zero; with stride 1, it is left out of the mean."""
         if self.stride == 2:
             return F.avg_pool2d(F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2)), 2)
         return F.avg_pool2d(x, 2, 1, padding=1, count_include_pad=False)[:, :, 1:, 1:]
 
 
 def build(name: str, pretrained: bool, layers: list[int], options: dict[str, Any]) -> nn.Module:
-    """Return the model with so many blocks in each stage."""
+    """Return the model with `layers` blocks in its four stages."""
     arguments: dict[str, Any] = {"layers": layers, **options}
     return build_model_with_cfg(SKResNet, name, pretrained, **arguments)
 

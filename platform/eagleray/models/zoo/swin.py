@@ -36,22 +36,21 @@ Grid = tuple[int, int, int] | torch.Size  # B crops of h x w tokens
 
 
 class Windows(NamedTuple):
-    """The places of a grid's n tokens in the windows of a block: P places in all W windows of N, with padding."""
+    """The positions of a grid's n tokens in the windows of a block: P positions in W windows of N, with padding."""
 
-    take: Tensor  # (P,) the token of the grid at each place of the windows, n for padding
-    back: Tensor  # (n,) the place of each token
-    mask: Tensor | None  # (W, N, N) added to the scores; None: all tokens of a window see each other
+    take: Tensor  # (P,) index of the token at each position of the windows, n for padding
+    back: Tensor  # (n,) position of each token
+    mask: Tensor | None  # (W, N, N) summand of the scores; None: all tokens of a window see each other
 
 
 class PadFirst(SwinTransformerBlock):
     """A Swin block that pads the grid at the bottom and the right to whole windows, before any shift.
 
     The padding is not masked: padding tokens take part in the attention of their region of the shifted grid. Padding,
-    shift and windows are one reordering of the tokens, worked out once for each grid. B images, a grid of h x w tokens,
-    C channels.
-    """
+    shift and windows together are one reordering of the tokens, computed once for each grid. B images, a grid of h x w
+    tokens, C channels."""
 
-    layouts: dict[tuple[Any, ...], Windows]  # all blocks of a model share them
+    layouts: dict[tuple[Any, ...], Windows]  # shared by all blocks of a model
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output (B, h, w, C) for tokens x (B, h, w, C)."""
@@ -63,28 +62,27 @@ class PadFirst(SwinTransformerBlock):
     def forward_sizes(self, x: Tensor, shapes: Sequence[Grid], keep: Sequence[Tensor | None]) -> Tensor:
         """Return the block's output (T, C) for the tokens x (T, C) of crops of several sizes.
 
-        `shapes` are (B, h, w) of each size, `keep` the factors (T, 1) that drop path draws for both branches.
-        """
+        `shapes` are (B, h, w) of each size, `keep` drop path's factors (T, 1) for each of the two branches."""
         x = add(x, self._attn_sizes(self.norm1(x), shapes), keep[0])
         return add(x, self.mlp(self.norm2(x)), keep[1])
 
     def _attn(self, x: Tensor) -> Tensor:
         """Return the attention's output (B, h, w, C) for tokens x (B, h, w, C)."""
         take, back, mask = self._layout(x.shape[1], x.shape[2], x.device)
-        x = x.to(product_dtype(x))  # before the tokens are moved, as half the bytes move
+        x = x.to(product_dtype(x))  # here, so that half the bytes are moved below
         within = reorder(x.flatten(1, 2), take, back)
         out = self.attn(within.view(-1, self.window_area, x.shape[3]), mask)
         return reorder(out.view(len(x), len(take), -1), back, take).view_as(x)
 
     def _attn_sizes(self, x: Tensor, shapes: Sequence[Grid]) -> Tensor:
         """Return the attention's output (T, C) for the tokens x (T, C) of crops of several sizes."""
-        # Each size on its own: to put their tokens and the gradients of these together would take longer than it saves.
+        # Each size is computed alone: joining their tokens and these tokens' gradients would take longer than it saves.
         parts = x.to(product_dtype(x)).split([b * h * w for b, h, w in shapes])
         outs = [self._attn(part.view(*shape, -1)) for part, shape in zip(parts, shapes, strict=True)]
         return joined([out.flatten(0, 2) for out in outs])
 
     def _layout(self, h: int, w: int, device: torch.device) -> Windows:
-        """Return how a grid of h x w tokens lies in windows, worked out once."""
+        """Return the positions of a grid's h x w tokens in windows, computed once."""
         key = (self.window_size, self.shift_size, h, w, device)
         if key not in self.layouts:
             self.layouts[key] = self._windows(h, w, device)
@@ -102,11 +100,11 @@ class PadFirst(SwinTransformerBlock):
 
 
 class WindowAttention(timm.models.swin_transformer.WindowAttention):  # type: ignore[misc]
-    """timm's attention within windows, whose scores are never in memory where the device's attention takes a mask."""
+    """timm's attention within windows, without scores in memory if the device's attention takes a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the output (W, N, C) for the tokens of windows (W, N, C); `mask` (V, N, N) is of every V windows."""
-        # Unbound before the heads are moved, as in tokens.by_head.
+        """Return the output (W, N, C) for tokens of windows (W, N, C); `mask` (V, N, N) repeats for every V windows."""
+        # Parts are unbound before the heads are moved, as in tokens.by_head.
         each = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in each)  # (W, heads, N, d)
         bias = self._get_rel_pos_bias()  # (1, heads, N, N)
@@ -135,8 +133,7 @@ class _Reorder(torch.autograd.Function):
 def reorder(x: Tensor, take: Tensor, back: Tensor) -> Tensor:
     """Return the tokens of x (B, n, C) in the order `take`, in which n stands for a token of zeros.
 
-    `back` is the inverse order. The gradient takes tokens too, as adding them up has no fixed order on a GPU.
-    """
+    `back` is the inverse order. The gradient is gathered too, as adding it up would have no fixed order on a GPU."""
     return _Reorder.apply(x, take, back)  # type: ignore[no-any-return]
 
 
@@ -153,12 +150,12 @@ class EsViTSwin(SwinTransformer):
         layouts: dict[tuple[Any, ...], Windows] = {}
         for block in self.modules():
             if isinstance(block, SwinTransformerBlock):
-                block.__class__ = PadFirst  # the same parameters and buffers, another forward
+                block.__class__ = PadFirst  # only `forward` changes
                 block.attn.__class__ = WindowAttention
                 block.layouts = layouts  # type: ignore[assignment]
 
     def fill_layouts(self, images: Sequence[Tensor]) -> None:
-        """Work out how images (B, 3, H, W) of several sizes lie in the windows of every block."""
+        """Compute the positions of tokens in the windows of every block, for images (B, 3, H, W) of several sizes."""
         embed: Any = self.patch_embed
         layers: Any = self.layers
         for x in images:
@@ -170,7 +167,7 @@ class EsViTSwin(SwinTransformer):
                     block._layout(h, w, x.device)
 
     def packs(self) -> bool:
-        """Return whether `forward_sizes` computes what `forward_features` does: whether no block is changed."""
+        """Return whether `forward_sizes` computes the same as `forward_features`, as it does if no block is changed."""
         blocks = self._blocks()
         changed = any("forward" in vars(b) or b._forward_hooks or b._forward_pre_hooks for b in blocks)
         return not changed and even(drop_rates(blocks))
@@ -180,10 +177,9 @@ class EsViTSwin(SwinTransformer):
         return [block for stage in layers for block in stage.blocks]
 
     def forward_sizes(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output (B, h, w, C) for images (B, 3, H, W) of each of several sizes, in one forward.
+        """Return the output (B, h, w, C) for images (B, 3, H, W) of each of several sizes, in one forward pass.
 
-        Layers that treat tokens one by one run once on the tokens of all sizes, which lie end to end.
-        """
+        Layers that treat tokens one by one run once on the tokens of all sizes, which lie end to end."""
         parts = [self.patch_embed(x) for x in images]
         drawn, done = drop_factors(drop_rates(self._blocks()), sum(map(len, images)), parts[0]), 0
         stage: Any

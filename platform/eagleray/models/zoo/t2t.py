@@ -1,4 +1,4 @@
-"""T2T-ViT-14, a tokens-to-token vision transformer (Yuan et al. 2021, arXiv:2101.11986), with performers."""
+"""T2T-ViT-14, a tokens-to-token vision transformer (Yuan et al. 2021, arXiv:2101.11986), with performer layers."""
 
 import math
 from typing import Any
@@ -101,8 +101,8 @@ class TokensToToken(nn.Module):
 class Performer(nn.Module):
     """A transformer block with one head of linear attention (Choromanski et al. 2021, arXiv:2009.14794).
 
-    It narrows tokens from `dim` to C channels, so the residual path starts at the values. M random features.
-    """
+    It narrows tokens from `dim` to C channels, so the residual connection adds the attention's output to the values. M
+    random features."""
 
     w: Tensor  # (M, C) random features, never trained
 
@@ -113,7 +113,7 @@ class Performer(nn.Module):
         # The paper mentions no dropout; the authors' code, and DRLoc's, has it here and nowhere else.
         self.dropout = nn.Dropout(0.1)
         self.mlp = nn.Sequential(nn.Linear(out, out), nn.GELU(), nn.Linear(out, out), nn.Dropout(0.1))
-        # Rows have the length of the authors' code; for an unbiased softmax it would be sqrt(C).
+        # Rows have the authors' length, sqrt(M); for an unbiased softmax it would be sqrt(C).
         features = int(out * kernel_ratio)
         self.register_buffer("w", nn.init.orthogonal_(torch.empty(features, out)) * math.sqrt(features))
 
@@ -125,7 +125,7 @@ class Performer(nn.Module):
         return out
 
 
-@in_float32  # exponentials, and sums of thousands of them
+@in_float32  # for exponentials, and sums of thousands of them
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """Approximate softmax(q k^T) v, for (B, N, C) each, with the positive random features w (M, C)."""
     phi_q, phi_k = (torch.exp(t @ w.T - t.square().sum(-1, keepdim=True) / 2) / len(w) ** 0.5 for t in (q, k))

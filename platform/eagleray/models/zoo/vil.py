@@ -22,11 +22,10 @@ Grid = tuple[int, int]  # rows and columns of patches
 
 
 class ViL(Pyramid):
-    """Four stages of a patch embedding and transformer blocks.
+    """Four stages, each a patch embedding and transformer blocks.
 
     Tokens are (B, G + N, C): the G global tokens of the stage, then its N = h * w patches, row-major, with C channels.
-    The relative positions of full attention are made for `img_size` and resampled for images of another size.
-    """
+    The relative positions of full attention are made for `img_size`, and resampled for images of another size."""
 
     stage_fmt = "NHWC"
 
@@ -39,9 +38,9 @@ class ViL(Pyramid):
         patches: Sequence[int] = (4, 2, 2, 2),
         dims: Sequence[int] = (96, 192, 384, 768),
         depths: Sequence[int] = (2, 2, 6, 2),
-        # Table 6 has (3, 3, 6, 12); its text says 32 channels a head, and so does the released recipe.
+        # Table 6 has (3, 3, 6, 12); the paper's text and the released recipe have 32 channels per head.
         heads: Sequence[int] = (3, 6, 12, 24),
-        tokens: Sequence[int] = (1, 1, 1, 0),  # global tokens; none in the last stage, whose patches are averaged
+        tokens: Sequence[int] = (1, 1, 1, 0),  # global tokens per stage; the last stage averages its patches
         # None: full attention. Table 6 has windows in all four stages, the released recipe in two.
         windows: Sequence[int | None] = (7, 7, None, None),
         drop_path_rate: float = 0.0,
@@ -108,11 +107,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with a learned bias on the score of each query and key; H heads.
 
-    The bias between two patches depends on their offset. The bias of a global token depends on which of the tokens it
-    is.
-    """
+    The bias between two patches depends on their offset. Each global token has biases of its own."""
 
-    index: Tensor  # rows of the table, for queries and keys
+    index: Tensor  # rows of the bias table, by query and key
 
     def __init__(self, dim: int, heads: int, tokens: int, reach: Grid) -> None:
         """Create the layers and the bias table, for patches fewer than `reach` rows and columns apart."""
@@ -130,8 +127,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Attend from queries (B, ..., Q, C) to keys and values (B, ..., K, C), with a bias (..., H, Q, K)."""
-        # The windows join the axis of the heads, not that of the images: the bias is the same for all images and need
-        # not be copied for each.
+        # Windows are joined with the heads, not the images: the bias is the same for all images, and so is not copied.
         heads = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3).flatten(1, -3) for t in (q, k, v)]
         out = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], bias.flatten(0, -3).unsqueeze(0))
         return out.unflatten(1, (*q.shape[1:-2], self.heads)).transpose(-2, -3).flatten(-2)
@@ -152,9 +148,9 @@ class FullAttention(Attention):
 
     def bias(self, patches: int) -> Tensor:
         """Return the bias (H, G + N, G + N) for a grid of `patches` patches."""
-        bias = self.table[self.index].permute(2, 0, 1)  # (H, N, N), N at the size of construction
+        bias = self.table[self.index].permute(2, 0, 1)  # (H, N, N), N for images of `img_size`
         if patches != bias.shape[1]:
-            # This treats the patches as a line, which mixes up rows, but the released model saw small crops this way.
+            # This treats the patches as one line, which mixes up rows, but so did the released model with small crops.
             bias = F.interpolate(bias.unsqueeze(0), size=(patches, patches), mode="bicubic").squeeze(0)
         if self.tokens:
             to_global = self.to_global.unsqueeze(1).expand(-1, patches, -1)
@@ -173,7 +169,7 @@ class WindowAttention(Attention):
         super().__init__(dim, heads, tokens, reach)
         self.window = window
         at = positions(window, window)
-        begin = (positions(3, 3) - 1) * window  # the first token of each of the 3 by 3 windows
+        begin = (positions(3, 3) - 1) * window  # position of the first token of each of 3 x 3 windows
         index = [offsets(at, at + b, reach) for b in begin]
         self.register_buffer("index", torch.stack(index, 1), persistent=False)  # (s * s, 9, s * s)
 
@@ -194,8 +190,7 @@ class WindowAttention(Attention):
     def bias(self, grid: Grid, near: list[int]) -> Tensor:
         """Return the bias (m, n, H, s * s, G + 9 * s * s) of m x n windows: minus infinity outside the image.
 
-        There are as many windows of keys as `near` has entries, 9 where all are used.
-        """
+        If `near` lists fewer than 9 windows of keys, 9 stands for their number."""
         bias = self.table[torch.cat([self.index[:, i] for i in near], 1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
         inside = torch.ones(1, grid[0] * grid[1], 1, device=bias.device)
         inside = gather(cut(inside, grid, self.window), near).squeeze(0).mT  # (m, n, 1, 9 * s * s)
@@ -223,8 +218,7 @@ def join(x: Tensor, grid: Grid, s: int) -> Tensor:
 def gather(x: Tensor, near: list[int]) -> Tensor:
     """Collect the windows around each of the windows x (B, m, n, L, C), joined to (B, m, n, len(near) * L, C).
 
-    `near` are row-major indices into the 3 x 3 windows around a window, of which 4 is the window itself.
-    """
+    `near` are row-major indices into the 3 x 3 windows around a window; index 4 is the window itself."""
     m, n = x.shape[1:3]
     x = F.pad(x, (0, 0, 0, 0, 1, 1, 1, 1))
     return torch.cat([x[:, i : i + m, j : j + n] for i, j in (divmod(at, 3) for at in near)], 3)

@@ -28,7 +28,7 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise
 
-PICTURES = 4  # images in a picture
+PICTURES = 4  # most images in a picture
 MIDDLE = (0.5, 0.5)
 
 
@@ -38,8 +38,8 @@ Point = tuple[float, float]  # x and y, shares of the image's width and height
 class Maps(NamedTuple):
     """The attention maps of B images with N patches. Every row of a map sums to one."""
 
-    patches: Tensor  # (B, heads, N, N) of each patch as query (row) to each as key (column)
-    token: Tensor | None  # (B, heads, N) of the class token as query; None if the model has none
+    patches: Tensor  # (B, heads, N, N) each patch as query (row) to each as key (column)
+    token: Tensor | None  # (B, heads, N) the class token as query; None if the model has none
     grid: tuple[int, int]
 
 
@@ -64,7 +64,7 @@ def attention(backbone: Backbone, index: Index, settings: Attention, workspace: 
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
     images = subset(np.arange(len(index)), settings.limit)
-    for _, crops in batches(index, images, size, size, 1):  # N^2 numbers for each head
+    for _, crops in batches(index, images, size, size, 1):  # one image at a time, as each head has N^2 numbers
         attended = maps(backbone, normalise(crops, device))
         entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,)
         shares.append(fewest_patches(head_maps(attended, asked)[0], mass).float().mean().item())
@@ -87,15 +87,14 @@ def attention(backbone: Backbone, index: Index, settings: Attention, workspace: 
 
 
 def points_of(setting: str, points: Sequence[float]) -> tuple[Point, ...]:
-    """Return x and y of each point from a list of all of them. Raises UserError when there is no point, or half of
-    one."""
+    """Return the points (x, y) of a flat list of numbers. Raises UserError when it is empty or has an odd length."""
     if not points or len(points) % 2:
         raise UserError(f"attention: {setting}={list(points)}: expected x and y of each point, as shares of the sides")
     return tuple(zip(points[::2], points[1::2], strict=True))
 
 
 def query_of(query: Sequence[float]) -> Point | None:
-    """Return the point of the setting `query`, None where it is not set. Raises UserError when it is not one point."""
+    """Return the point of the setting `query`; None if it is empty. Raises UserError when it is not one point."""
     if len(query) > 2:
         raise UserError(f"attention: query={list(query)}: expected x and y of one point; `points` takes several")
     return points_of("query", query)[0] if query else None
@@ -141,8 +140,8 @@ def pictures(
 
 
 def draw_entropies(bits: Tensor, order: Sequence[int], out: Path) -> Path:
-    """Draw the entropy of every head as a bar, in the given order, with its deviation over the images; `bits` is
-    (images, heads)."""
+    """Draw a bar for each head's mean entropy, in this order, with its deviation over images; `bits`: (images,
+    heads)."""
     from matplotlib.figure import Figure
 
     mean, deviation = bits.mean(0)[order], bits.std(0, correction=0)[order]
@@ -184,8 +183,7 @@ def check_attention(backbone: Backbone) -> None:
 
 
 def head_maps(attended: Maps, asked: Point | None = None) -> Tensor:
-    """Return the map of each head (B, heads, N): the attention of the patch at a point, or by default of the class
-    token."""
+    """Return each head's map (B, heads, N): the attention of the patch at `asked` or, by default, the class token's."""
     point = query_point(attended, asked)
     if point is None:
         assert attended.token is not None
@@ -194,8 +192,9 @@ def head_maps(attended: Maps, asked: Point | None = None) -> Tensor:
 
 
 def query_point(attended: Maps, asked: Point | None) -> Point | None:
-    """Return the point whose patch is the query, by default the middle for a model without a class token; None if the
-    class token is."""
+    """Return the point whose patch is the query; None if the class token is the query.
+
+    Without `asked`, a model that has no class token gets the middle of the image."""
     return asked if asked is not None or attended.token is not None else MIDDLE
 
 
@@ -211,10 +210,9 @@ def entropy(rows: Tensor) -> Tensor:
 
 
 def fewest_patches(rows: Tensor, mass: float) -> Tensor:
-    """Return a mask (..., N) that selects, in each distribution (..., N), the fewest patches with a sum of at least
-    `mass`."""
+    """Return a mask (..., N) of the fewest patches whose sum, in each distribution (..., N), is at least `mass`."""
     values, order = rows.sort(dim=-1, descending=True, stable=True)
-    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # the mass of the patches with more attention
+    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # mass of all patches with more attention
     return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
 
 
@@ -225,10 +223,10 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
     block = backbone.model.layers[-1].blocks[-1]
     rows: list[Tensor] = []
     hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
-    # Fused attention, timm's and ours, would not call the softmax with the hook.
+    # Fused attention, timm's or ours, would bypass the softmax that has the hook.
     with hook, replaced(block.attn, "__class__", WindowAttention), replaced(block.attn, "fused_attn", False):
         h, w = backbone(images).grid
-    window = windows(block, (h, w)).to(images.device)  # (W, T) patches from 1 on, 0 for padding
+    window = windows(block, (h, w)).to(images.device)  # (W, T) numbers of patches from 1, 0 for padding
     within = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
     n = h * w
     position = (window[:, :, None] * (n + 1) + window[:, None, :]).flatten()
@@ -241,8 +239,8 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
 def windows(block: Any, grid: tuple[int, int]) -> Tensor:
     """Return the numbers of the T patches in each of the W windows of a block (W, T).
 
-    Patches are numbered from 1, row by row; 0 stands for padding. To find them, the numbers themselves are passed
-    through the block, because models differ in the order in which they pad and shift."""
+    Patches are numbered from 1, row by row; 0 stands for padding. The numbers themselves are passed through the block,
+    because models differ in the order in which they pad and shift."""
     recorded: list[Tensor] = []
 
     class Recorder(nn.Module):

@@ -16,9 +16,9 @@ Pixels = NDArray[np.float32]  # (H, W, 3) from 0 to 1
 # Inches: height of a tile, width of a row's label, gap between tiles, height of the title.
 SIDE, LABEL, GAP, TOP = 1.55, 0.95, 0.08, 0.5
 CAPTION = 0.2  # inches above each tile
-LONGEST = 480  # pixels of a tile at most, which keeps files small
+LONGEST = 480  # longest side of a tile in pixels, to keep files small
 RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
-# The colours of objects in videos, by their numbers; they can be told apart with colour blindness.
+# Colours (6, 3) of objects in videos, by number, which people with colour blindness can tell apart.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
 OVER = 0.6  # weight of a heat map or a mask in the colour of a pixel
 
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     title: str = ""
     points: Sequence[tuple[float, float]] = ()
     outline: NDArray[np.bool_] | None = None  # (H, W), of the image's size
-    edge: str = ""  # colour of a frame around it
+    edge: str = ""  # colour of a frame around the image; empty: no frame
 
 
 class Pair(NamedTuple):
@@ -43,8 +43,8 @@ class Pair(NamedTuple):
     ends: NDArray[np.float64]  # (k, 4) pixels: x and y in one image, x and y in the other
     right: NDArray[np.bool_] | None  # (k,), None if unknown
     title: str
-    # Pixels (2, 4) of the regions nearest to the global feature of one image, and to that of the other: x and y in one
-    # image, x and y in the other.
+    # (2, 4) pixels of the regions nearest to one image's global feature, and to the other's: x and y in one, x and y in
+    # the other image.
     marks: NDArray[np.float64] | None = None
 
 
@@ -78,8 +78,7 @@ def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
 
 
 def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
-    """Blend an image (3, H, W) with colours for its objects; the mask (H, W) holds the number of the object at each
-    pixel."""
+    """Blend an image (3, H, W) with the colours of its objects; the mask (H, W) has each pixel's object number."""
     out = pixels(image)
     on = mask > 0
     out[on] = (1 - OVER) * out[on] + OVER * COLOURS[(mask[on] - 1) % len(COLOURS)]
@@ -128,8 +127,7 @@ def fill(axes: Any, tile: Tile) -> None:
 
 
 def pairs(pairs: Sequence[Pair], path: Path, title: str, *, side: float = 1.6 * SIDE) -> Path:
-    """Draw pairs of images, `side` inches high, into a file, two pairs in a row, with a line for each match and its
-    rank at both ends.
+    """Draw pairs of images, `side` inches high, into a file, two pairs in a row, with numbered lines between matches.
 
     A line is green if the match is right, red if it is wrong and yellow if this is unknown. In each image, a blue dot
     marks the region nearest to its own global feature, and a red triangle the one nearest to that of the other image
@@ -165,7 +163,7 @@ def join(axes: Any, pair: Pair, gap: int) -> None:
             text = axes.annotate(str(k + 1), (at, low), (3, 2), textcoords="offset points", fontsize=7, color="white")
             text.set_path_effects([withStroke(linewidth=1.8, foreground=INK)])
     if pair.marks is not None:
-        own, theirs = ("o", BLUE, 11, 3), ("^", RED, 7, 4)  # the triangle is seen on the dot
+        own, theirs = ("o", BLUE, 11, 3), ("^", RED, 7, 4)  # the smaller triangle is drawn over the dot
         for (x, y, u, v), (first, second) in zip(pair.marks, ((own, theirs), (theirs, own)), strict=True):
             for at, low, (marker, colour, large, above) in ((x, y, first), (u + shift, v, second)):
                 edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "clip_on": False}

@@ -31,7 +31,7 @@ from eagleray.views import sampling as drawing
 from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import centre_crop, crop
 
-EDGE = 0.01  # share of the patches whose colours are clipped at each end of a component
+EDGE = 0.01  # share of patches whose colours are clipped at each end of a component
 SCALE = (0.4, 0.6)  # area of the second view, as a share of the image
 TITLE = "The ten most similar patches, by rank."
 MARKS = "Blue dot, red triangle: the region nearest to the global feature of the image itself, of the other one."
@@ -68,7 +68,7 @@ def components(backbone: Backbone, index: Index, settings: Components, workspace
 
 
 def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return what the components of the patch tokens (B, N, D) of B images together show of them.
+    """Return what the principal components of all patch tokens (B, N, D) of B images show.
 
     These are the first component (B, h, w), a mask of the foreground (B, h, w), a colour for each patch (B, h, w, 3),
     which is black in the background, and the share of the variance that three components explain."""
@@ -81,8 +81,7 @@ def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Te
 
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
-    """Return the scores (n, k) of vectors (n, D) on their first k principal components, and the share of the variance
-    that these explain.
+    """Return the scores (n, k) of vectors (n, D) on their first k principal components, and their share of variance.
 
     If there are fewer than k components, the other columns are zero. The sign of a component makes its largest weight
     positive."""
@@ -98,7 +97,7 @@ def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
 def oriented(first: Tensor) -> Tensor:
     """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive.
 
-    The borders of images mostly show background. The sign that is rarer at the borders is therefore the foreground."""
+    Borders of images mostly show background, so the sign that is rarer at the borders is taken for the foreground."""
     border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
     front = (first > 0).float()
@@ -154,9 +153,9 @@ def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspac
 
 
 def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
-    """Return the centre crops (2, 3, size, size), uint8, of two images that are given as files or as keys of samples,
-    or None when none is given. Raises UserError when only one is given, or one of them is not there or does not
-    decode."""
+    """Return the centre crops (2, 3, size, size), uint8, of two images, each a file or a sample's key; None for none.
+
+    Raises UserError when only one is given, or one of them is missing or does not decode."""
     if not one and not other:
         return None
     if not one or not other:
@@ -166,7 +165,9 @@ def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
 
 
 def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
-    """Return the centre crop (3, size, size) of a file or, where there is no such file, of the sample of this key."""
+    """Return the centre crop (3, size, size) of a file or, if there is no such file, of the sample with this key.
+
+    Raises UserError when there is neither, or it does not decode."""
     if Path(name).is_file():
         data: bytes | memoryview = Path(name).read_bytes()
     else:
@@ -181,8 +182,9 @@ def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
 
 
 def matched(one: Features, i: int, other: Features, j: int, image: Tensor, second: Tensor) -> draw.Pair:
-    """Return image i of one batch and image j of another, both (3, S, S), with the matches of their patches and the
-    regions nearest to the global feature of each."""
+    """Return image i of one batch and image j of another, both (3, S, S), with their matches.
+
+    These are matching patches, and the regions nearest to the global feature of each image."""
     size, each = image.shape[1], [(one, i), (other, j)]
     ends = match_ends(one.patches[i], other.patches[j], one.grid, size)
     nearest_regions = [
@@ -193,7 +195,7 @@ def matched(one: Features, i: int, other: Features, j: int, image: Tensor, secon
 
 
 def region(patches: Tensor, feature: Tensor) -> Tensor:
-    """Return the number of the patch, of those in (N, D), that is nearest to a global feature (D,) by the cosine."""
+    """Return the index of the patch of (N, D) that is nearest to a global feature (D,) by the cosine."""
     return (F.normalize(patches, dim=-1) @ F.normalize(feature, dim=-1)).argmax()
 
 

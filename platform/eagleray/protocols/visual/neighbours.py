@@ -1,4 +1,4 @@
-"""Draw images, each with those nearest to it by the features of a backbone."""
+"""Draw images, each with the images nearest to it by the features of a backbone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,10 +51,9 @@ def neighbours(backbone: Backbone, index: Index, settings: "Neighbours", workspa
 def draw_neighbours(
     backbone: Backbone, index: Index, images: NDArray[np.int64], path: Path, *, size: int, queries: int, k: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Draw some of the images of an index, evenly spread, each with the k nearest of them; return what `neighbours`
-    measures, and the numbers of images.
+    """Draw some images of an index, evenly spread, each with the k nearest of all `images`.
 
-    Raises UserError when fewer than two images decode."""
+    Return what `neighbours` measures, and the numbers of images. Raises UserError when fewer than two images decode."""
     device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
@@ -101,5 +100,5 @@ def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
 def read(index: Index, sample: int, size: int) -> draw.Pixels:
     """Read the centre crop of a sample that is known to decode."""
     picture = image(index, sample, size, size)
-    assert picture is not None  # the same image decoded a moment ago
+    assert picture is not None  # its features were computed a moment ago
     return draw.pixels(picture)
