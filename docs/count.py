@@ -2,14 +2,15 @@
 """Counts the words of the pages that a user reads, those of the site's navigation.
 
 Left out are decisions, the log of failed experiments, the changelog, and everything that a script writes: reference/,
-recipes/ and all text between or behind marks `<!-- written by ... -->`. Commands in blocks count: they are read, too.
+recipes/, the model card in vit/, and all text between or behind marks `<!-- written by ... -->`. Commands in blocks
+count: they are read, too.
 """
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OUT = re.compile(r"(decisions|reference|recipes)/|(log|CHANGELOG)\.md$")
+OUT = re.compile(r"(decisions|reference|recipes|vit)/|(log|CHANGELOG)\.md$")
 WRITTEN = re.compile(
     r"<!-- written by (\S+?):? -->.*?<!-- :written by \1 -->|<!-- (from here on )?written by .*", re.DOTALL
 )

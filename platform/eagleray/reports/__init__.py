@@ -2,5 +2,5 @@
 
 Run folders or shards go in; a page that needs nothing else comes out.
 
-May import: base, config, data, datasets, evaluation, runs, storage, sweeps.
+May import: base, config, curation, data, datasets, evaluation, runs, storage, sweeps.
 """

@@ -32,7 +32,6 @@ from eagleray.data.selection import Selection
 from eagleray.protocols.digests import digest
 from eagleray.runs import fit, layout
 from eagleray.runs.build import scaled_lr
-from eagleray.runs.forgotten import read_forgotten, samples_of, told
 from eagleray.runs.recipe import Recipe, needs_boxes
 from eagleray.runs.recipe import digest as recipe_digest
 from eagleray.runs.run_store import run_store
@@ -110,6 +109,8 @@ def open_plan(
 
     Raises UserError when the data is missing or does not fill a batch, and Outage when it cannot be read for `patience`
     seconds."""
+    from eagleray.runs.forgotten import read_forgotten, samples_of, told  # a process that only plans has no run
+
     data = recipe.data
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")

@@ -1,5 +1,4 @@
-"""Define a recipe, the settings of a pretraining run. Units are in the comments; a resolved recipe holds every
-field."""
+"""Define a recipe, the settings of a pretraining run. Units are in the comments."""
 
 import hashlib
 import json
@@ -160,11 +159,11 @@ class Start:
     freeze: Annotated[float, Field(ge=0)] = 0.0
     # Weight of the loss that keeps patches as similar to each other as at the start (Gram anchoring); 0: none
     anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    # Share of the start's kNN accuracy, or without labels of the crops found, below which the run ends
-    # (docs/start.md#keeping-what-is-there)
+    # Share of the start's kNN accuracy, or without labels of the crops found, below which the run ends (docs/start.md)
     stop_below: Share | None = None
-    # The run ends with its best checkpoint instead of its last one, also where `stop_below` ends it
-    keep_best: bool = False
+    keep_best: bool = (
+        False  # the run ends with its best checkpoint instead of its last, also where `stop_below` ends it
+    )
 
     def at(self, source: str) -> "Start":
         """Return these settings with another source."""

@@ -22,7 +22,6 @@ from eagleray.engine.precision import autocast
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
 from eagleray.models.ema import sharing_copy
-from eagleray.protocols.crop_retrieval import random_crops, share_found
 from eagleray.protocols.eval_mode import in_eval_mode
 from eagleray.protocols.features import labelled_samples, remaining_samples, subset
 from eagleray.protocols.image_batches import Reading, batches
@@ -189,6 +188,8 @@ class StartGuard:
 
     def _read(self, reading: Reading) -> None:
         """Decode this rank's share of the images, once."""
+        from eagleray.protocols.crop_retrieval import random_crops  # only runs without labels need it
+
         e, mine = self.plan.recipe.evaluate, np.array_split(self.samples, dist.size())[dist.rank()]
         for rows, images in batches(self.plan.index, mine, e.size, e.resize, BATCH, reading=reading):
             crops = [images] if self.labelled else [random_crops(images, rows, e.size, number) for number in range(2)]
@@ -203,6 +204,8 @@ class StartGuard:
 
     @torch.no_grad()
     def _numbers(self, features: Tensor) -> dict[str, float]:
+        from eagleray.protocols.crop_retrieval import share_found
+
         assert self.first is not None
         one = features[:, 0]
         decides = top1(one, self.labels) if self.labelled else share_found(one, features[:, 1])

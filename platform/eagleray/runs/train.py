@@ -68,7 +68,6 @@ def train(run: RankRun, start: int) -> int:
             folder.callbacks("step", taken)
 
             if run.guard.due(step) and (lost := look_at_start(run, step_log, step)):
-                run.guard.over = run.guard.returns is not None
                 break
             if cadence.records(step):
                 write_record(run, step_log, taken.at, evaluation=cadence.evaluates(step))
@@ -130,7 +129,9 @@ def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
     run.compare_with_start(step)
     run.folder.note_findings(guard.findings())
     step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
-    return guard.lost()
+    lost = guard.lost()
+    guard.over = bool(lost) and guard.returns is not None
+    return lost
 
 
 def first_problem(saving: Sequence[Exception | None], own: Exception | None) -> Exception | None:
