@@ -27,6 +27,7 @@ COMMANDS = [
     "control_cost.py",
     "crops.py --images 8 --rounds 1",
     "curation.py --data DATA --out OUT",
+    "curation_size.py",
     "decode.py --dali",
     "dispatch.py",
     "drloc_cost.py",

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import eagleray
+from eagleray.base import child
 from eagleray.base.errors import Busy, Outage, UserError, hide_secrets
 from eagleray.base.user import user
 from eagleray.config import plugins
@@ -86,7 +86,7 @@ def commit() -> str:
     """Return the hash of the last git commit that changed this package, or an empty string outside a checkout."""
     with contextlib.suppress(OSError):  # git may be missing
         words = ["git", "-C", str(Path(eagleray.__file__).parent), "log", "-1", "--format=%H", "--", "."]
-        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+        return str(child.run(words, text=True).stdout).strip()
     return ""
 
 

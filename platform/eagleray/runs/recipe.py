@@ -161,9 +161,7 @@ class Start:
     anchor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     # Share of the start's kNN accuracy, or without labels of the crops found, below which the run ends (docs/start.md)
     stop_below: Share | None = None
-    keep_best: bool = (
-        False  # the run ends with its best checkpoint instead of its last, also where `stop_below` ends it
-    )
+    keep_best: bool = False  # the run ends with its best checkpoint, also where `stop_below` ends it
 
     def at(self, source: str) -> "Start":
         """Return these settings with another source."""

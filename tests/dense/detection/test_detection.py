@@ -70,7 +70,10 @@ def test_every_map_depends_on_the_whole_backbone():
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(lambda: vit(patch_size=14), "powers of two"), (lambda: Backbone("mixer_s32_224"), "gives no feature maps")],
+    [
+        (lambda: vit(patch_size=14), "powers of two"),
+        (lambda: Backbone("mixer_s32_224"), "MlpMixer has no grid of patches"),
+    ],
 )
 def test_a_backbone_that_has_no_such_grids_is_refused(make: Callable[[], Backbone], said: str):
     with pytest.raises(UserError, match=said):
