@@ -134,6 +134,8 @@ def test_the_export_is_merged_and_the_adapters_lie_beside_it(runs: Path):
             assert not torch.equal(merged, start[name])
         torch.testing.assert_close(value, merged)
     other = eagleray.export(runs / "once", runs / "other").parent
+    facts = [eagleray.verify(place).facts for place in (folder, other)]
+    assert {f.parameters for f in facts} == {sum(p.numel() for p in exported.parameters())}
     assert load_file(other / "lora.safetensors").keys() == tensors.keys()
     assert not (runs / "full" / "export" / "lora.safetensors").exists()
 

@@ -11,10 +11,11 @@ from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import is_accelerator
 from eagleray.data.loader_processes import processes, start_server
 from eagleray.engine.export import to_timm
-from eagleray.engine.export_files import CONFIG, DESCRIPTION, FILE
+from eagleray.engine.export_files import ADAPTERS, CONFIG, DESCRIPTION, FILE
 from eagleray.engine.precision import Precision, exact_products, numerics
 from eagleray.engine.world import World
 from eagleray.models.backbone import Backbone
+from eagleray.models.layer_names import in_adapter
 from eagleray.runs import evaluations, layout
 from eagleray.runs.callbacks import Callbacks, RunView
 from eagleray.runs.checks import check_device
@@ -127,9 +128,10 @@ def write_export(backbone: Backbone, recipe: Recipe, out: Path, images: Preproce
     from eagleray.runs.materials import facts_of
     from eagleray.runs.provenance import remove_stale, seal
 
-    folder, parameters = out / layout.EXPORT, sum(p.numel() for p in backbone.parameters())
+    folder = out / layout.EXPORT
+    parameters = sum(p.numel() for name, p in backbone.named_parameters() if not in_adapter(name))
     to_timm(backbone, recipe.backbone, folder, images)
-    names = [name for name in (FILE, DESCRIPTION, CONFIG) if (folder / name).exists()]
+    names = [name for name in (FILE, DESCRIPTION, CONFIG, ADAPTERS) if (folder / name).exists()]
     facts = facts_of(recipe, recipe.out, out, recipe.backbone, features=backbone.dim, parameters=parameters, steps=step)
     remove_stale(folder, names)
     seal(folder, names, facts)
