@@ -28,6 +28,13 @@ for ranks_are_of in ("environment", "group"):
     torch.save([(b.index, b.views[0], b.rows) for b in batches], file)
 """
 
+# The iterator is closed while the interpreter ends, when no thread can be started any more.
+UNFINISHED = """
+import sys, eagleray
+batches = iter(eagleray.loader(sys.argv[1], views=[{"size": 8}], batch=16, workers=1))
+next(batches)
+"""
+
 BLACK = """
 from eagleray import register
 
@@ -47,6 +54,11 @@ def test_it_is_the_stream_of_a_run(small: Path, shards: Path):
         assert torch.equal(batch.index, own.index)
         assert torch.equal(batch.label, own.label)
         assert all(torch.equal(a, b) for a, b in zip(batch.views, own.views, strict=True))
+
+
+def test_a_script_ends_that_has_not_read_to_the_end(shards: Path):
+    done = subprocess.run([sys.executable, "-c", UNFINISHED, str(shards / "train")], capture_output=True, timeout=300)
+    assert (done.returncode, b"Exception ignored" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_position_is_kept_and_loaded(shards: Path):

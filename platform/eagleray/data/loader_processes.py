@@ -77,7 +77,8 @@ def loaded(
         yield _explained(items), processes
     finally:
         del items
-        listener.stop()
+        if not sys.is_finalizing():  # a thread that `stop` starts then would never run, and be waited for
+            listener.stop()
 
 
 @contextmanager
@@ -195,7 +196,8 @@ class LoaderWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+        # When the interpreter is ending, multiprocessing has ended them.
+        for process in () if sys.is_finalizing() else self.processes:
             if _state(process) == psutil.STATUS_STOPPED:
                 process.kill()
 
