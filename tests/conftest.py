@@ -114,6 +114,14 @@ def quick_runs(untracked_runs: None) -> Iterator[None]:
 NEW_PROCESS = {"exports", "methods", "models"}  # folders of tests whose exports are checked in another process
 
 
+@pytest.fixture
+def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is saved when it is due, however long the one before it takes."""
+    from eagleray.engine import checkpoint
+
+    monkeypatch.setattr(checkpoint.Writer, "busy", False)
+
+
 def check_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run what an export is checked with in this process: to start Python and to import timm takes four seconds."""
     from eagleray.engine import export

@@ -23,25 +23,25 @@ from helpers.runs import assert_same
 import eagleray
 from eagleray import config
 from eagleray.base.files import read_lines
-from eagleray.data.quarantine import Quarantine
-from eagleray.data.sample_uses import broken_samples, steps_with
+from eagleray.data.sample_uses import steps_with
 from eagleray.engine import checkpoint
 from eagleray.engine.checkpoint_files import step_of
 from eagleray.engine.loop import Trainer
-from eagleray.exports import card
 from eagleray.exports.source import load_source
+from eagleray.exports.write import facts_of_export
 from eagleray.runs import layout, lease
 from eagleray.runs import recipe as recipes
 from eagleray.runs.command import hold
 from eagleray.runs.evaluations import Probed, held_out
-from eagleray.runs.forgotten import lines_of, read_forgotten, write_forgotten
+from eagleray.runs.forgotten import lines_of, read_forgotten, unread_samples, write_forgotten
 from eagleray.runs.plan import open_plan
+from eagleray.runs.provenance import statements
 from eagleray.runs.run_store import run_store
 from eagleray.runs.start_guard import StartGuard
 from eagleray.runs.stop_signal import StopSignal
 from eagleray.storage import store
 
-pytestmark = pytest.mark.usefixtures("quick_runs")
+pytestmark = pytest.mark.usefixtures("quick_runs", "every_save")
 EPOCH, STEPS = 3, 18  # steps: an epoch reads three tenths of the 320 images
 KEYS = ("optim.epochs=6", "data.test=null", "data.bad_limit=0.2", "checkpoint.steps=2", "monitor.every=4")
 KEYS += ("evaluate.limit=48", "evaluate.probe_epochs=1", "evaluate.every=0")
@@ -54,12 +54,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder)
     (folder / "small.yaml").write_text(SMALL)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is saved when it is due, however long the one before it takes."""
-    monkeypatch.setattr(checkpoint.Writer, "busy", False)
 
 
 @pytest.fixture
@@ -95,9 +89,7 @@ def uses(out: str) -> dict[str, list[int]]:
     """The steps, counted from 1, that used each image of a run of STEPS steps, by its key."""
     folder = run_store(out).fetch()
     plan = open_plan(recipes.load(str(folder / layout.RECIPE)), note=lambda _: None)
-    listed = Quarantine(folder / layout.QUARANTINE, samples=1, limit=1).bad.values()
-    bad = plan.index.forgotten.union(broken_samples(plan.index, listed))
-    steps = steps_with(plan.stream, range(len(plan.index)), STEPS, bad)
+    steps = steps_with(plan.stream, range(len(plan.index)), STEPS, unread_samples(plan.index, folder))
     return {plan.index.key(sample): [s + 1 for s in of_sample] for sample, of_sample in enumerate(steps)}
 
 
@@ -318,8 +310,8 @@ def test_what_a_user_sees(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert said[-1].endswith(f"{gone[0]}: read in 0 steps: none; forgotten: training went on from step 6")
     pretrain(data, out, "checkpoint.keep=9", "max_steps=11")
     assert "forgotten: 2 images, training went on from step 6" in (tmp_path / "out" / "train.log").read_text()
-    card_of = load_source(out)
-    assert "forgotten: 2 images, training went on from step 6" in list(card.origin(card_of))
+    facts = facts_of_export(load_source(out))
+    assert "* forgotten: 2 images, training went on from step 6\n" in statements(facts)["forgotten"]
 
 
 def test_what_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -63,3 +63,17 @@ def write_shards(folder: Path, samples: int, shards: int, broken: Sequence[int] 
         members = [m for k in keys.tolist() for m in sample(k, spoiled(k) if k in broken else None)]
         write_tar(folder / f"x-{i:03d}.tar", members)
     return folder
+
+
+def write_copies(folder: Path) -> Path:
+    """Write shards of 128 images into a folder, and return it: one does not decode, and every eighth is a copy of the
+    one before it."""
+    from eagleray.cli.demo import pictures
+    from eagleray.datasets.shards import Sample, write_shards
+
+    samples = list(pictures(0, 128))
+    for i in range(7, 128, 8):
+        samples[i] = Sample(samples[i].key, samples[i].extension, samples[i - 1].data, samples[i].label)
+    samples[20] = Sample(samples[20].key, "jpg", b"no image", 0)
+    write_shards(samples, str(folder), size=60_000)
+    return folder

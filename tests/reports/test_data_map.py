@@ -6,12 +6,11 @@ from pathlib import Path
 import pandas
 import pytest
 from helpers.commands import refused
+from helpers.pictures import write_copies
 
 import eagleray
-from eagleray.cli.demo import pictures
 from eagleray.cli.main import app
 from eagleray.data import sample_table
-from eagleray.datasets.shards import Sample, write_shards
 from eagleray.reports import data_map
 
 BACKBONE = "untrained:test_vit"
@@ -26,13 +25,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """128 images: one does not decode, and every eighth is a copy of the one before it."""
-    samples = list(pictures(0, 128))
-    for i in range(7, 128, 8):
-        samples[i] = Sample(samples[i].key, samples[i].extension, samples[i - 1].data, samples[i].label)
-    samples[20] = Sample(samples[20].key, "jpg", b"no image", 0)
-    write_shards(samples, str(tmp_path / "shards"), size=60_000)
-    return tmp_path / "shards"
+    return write_copies(tmp_path / "shards")
 
 
 def sections(page: str) -> list[str]:

@@ -115,12 +115,6 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is saved when it is due, however long the one before it takes."""
-    monkeypatch.setattr(checkpoint.Writer, "busy", False)
-
-
 @pytest.mark.usefixtures("every_save")
 def test_a_start_that_is_lost_is_found_and_ends_the_run(
     source: Path, colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

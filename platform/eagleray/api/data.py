@@ -17,7 +17,6 @@ from eagleray.config.source import Source
 from eagleray.data.image_folder import address
 from eagleray.data.index import open_shown, write_index
 from eagleray.data.index_faults import faults_of
-from eagleray.data.quarantine import Quarantine
 from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
@@ -213,8 +212,8 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
-    from eagleray.data.sample_uses import broken_samples, samples_with, steps_with
-    from eagleray.runs.forgotten import read_forgotten, samples_of
+    from eagleray.data.sample_uses import samples_with, steps_with
+    from eagleray.runs.forgotten import read_forgotten, samples_of, unread_samples
     from eagleray.runs.plan import opened_again
 
     with opened_again(replace(recipe, out=opened.out)) as plan:
@@ -223,8 +222,7 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")
         since = {sample: line["step"] for line in lines if line["key"] == key for sample in samples_of(index, [line])}
-        listed = Quarantine(opened.folder / layout.QUARANTINE, samples=1, limit=1).bad.values()
-        bad = index.forgotten.union(broken_samples(index, listed))
+        bad = unread_samples(index, opened.folder)
         stop = max((line["step"] for line in read_history(opened.folder / layout.METRICS)), default=0)
         return [
             {

@@ -12,13 +12,12 @@ from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_history, writing
 from eagleray.config import plugins as loading
-from eagleray.data.quarantine import Quarantine
 from eagleray.engine.checkpoint_files import names_in, stem, step_of
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
 from eagleray.runs.attempts import read_starts
 from eagleray.runs.command import hold, new_command
-from eagleray.runs.forgotten import lines_of, read_forgotten, samples_of, write_forgotten
+from eagleray.runs.forgotten import lines_of, read_forgotten, samples_of, unread_samples, write_forgotten
 from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
 from eagleray.storage.store import absolute, store
@@ -122,12 +121,11 @@ def steps_taken(run: Run, checkpoints: Sequence[str]) -> int:
 def steps_before(plan: "Plan", run: Run, samples: frozenset[int], taken: int) -> int | None:
     """Return the steps before the first one that used one of these samples; None if no step did, and -1 if the run has
     measured images before its first step, as one with `start` does."""
-    from eagleray.data.sample_uses import broken_samples, first_step_with
+    from eagleray.data.sample_uses import first_step_with
 
     if plan.recipe.start and samples:
         return -1
-    listed = Quarantine(run.folder / layout.QUARANTINE, samples=1, limit=1).bad.values()
-    bad = plan.index.forgotten.union(broken_samples(plan.index, listed)) - samples
+    bad = unread_samples(plan.index, run.folder) - samples
     return first_step_with(plan.stream, samples, taken, bad) if samples else None
 
 

@@ -18,6 +18,9 @@ Out = Annotated[
     ),
 ]
 
+Processes = Annotated[int, typer.Option(help="Number of Ray processes that share the work; 0 runs without Ray.", min=0)]
+ProcessGpus = Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")]
+
 
 def folder_of(out: str | None) -> str | None:
     """Return the folder of an argument such as out=FOLDER. Raises UserError for another one."""
@@ -131,10 +134,8 @@ def cluster(
         ),
     ] = 0.5,
     seed: Annotated[int, typer.Option(help="Random seed of the initial cluster centres.", min=0)] = 0,
-    workers: Annotated[
-        int, typer.Option(help="Number of Ray processes that share the work; 0 runs without Ray.", min=0)
-    ] = 0,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
+    workers: Processes = 0,
+    gpus: ProcessGpus = False,
 ) -> None:
     """Find the clusters and near copies in a data set from its features, and write columns for data.train.where and
     data.train.weight."""
@@ -158,10 +159,8 @@ def curate(
     data: Annotated[str, typer.Argument(help="Shards, as for data.train, or a folder of images.", metavar="SHARDS")],
     backbone: Annotated[str, typer.Argument(help="The model that tells images apart, as for eagleray embed.")],
     out: Annotated[str, typer.Argument(help="Folder for curate.yaml and curate.html.", metavar="out=FOLDER")],
-    workers: Annotated[
-        int, typer.Option(help="Number of Ray processes that share the work; 0 runs without Ray.", min=0)
-    ] = 0,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Give each of the Ray processes a GPU.")] = False,
+    workers: Processes = 0,
+    gpus: ProcessGpus = False,
     plugin: Plugins = None,
 ) -> None:
     """Measure, embed and cluster images, and write a recipe's data.train that leaves out near copies, outliers and

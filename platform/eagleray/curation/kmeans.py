@@ -22,7 +22,7 @@ from eagleray.base import dist
 Vectors = Callable[[int], Iterable[Tensor]]  # this rank's share (n, D) in pieces, for the pass of that number
 Keep = Callable[[int, Tensor], object]  # takes the number of rounds that are done, and their centres
 FITTED = 256  # vectors for each cluster of the lowest level that its centres are fitted to, in the mean
-FITTED_AT_LEAST = 2**16  # and in all, where there are as many
+FITTED_AT_LEAST = 2**16  # vectors that centres are fitted to at least, if there are as many
 CANDIDATES = 4  # vectors for each cluster among which the first centres are drawn
 CANDIDATES_AT_LEAST = 4096
 BEGUN = 4096  # most turns in which the first centres are drawn
@@ -50,14 +50,9 @@ def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 def nearest_few(x: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the centres (n, m) that each vector (n, D) is most similar to, at most `count` and the nearest first, and
     the cosine similarity (n,) to the nearest."""
-    count, found = min(count, len(centres)), []
-    for piece in x.split(max(COMPARED // len(centres), 1)):
-        similarity, label = (piece @ centres.T).topk(count, dim=1)
-        found.append((label, similarity[:, 0]))
-    if not found:
-        return torch.zeros(0, count, dtype=torch.long), x.new_zeros(0)
-    labels, similarities = zip(*found, strict=True)
-    return torch.cat(labels), torch.cat(similarities)
+    count, pieces = min(count, len(centres)), x.split(max(COMPARED // len(centres), 1))
+    found = [(piece @ centres.T).topk(count, dim=1) for piece in pieces]
+    return torch.cat([f.indices for f in found]), torch.cat([f.values[:, 0] for f in found])
 
 
 def numbers_of(x: NDArray[np.float32], seed: int) -> NDArray[np.float64]:

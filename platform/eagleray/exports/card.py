@@ -14,7 +14,6 @@ from eagleray.evaluation.target import Target
 from eagleray.exports.compare import Difference
 from eagleray.exports.source import Source
 from eagleray.runs.command import read_environment
-from eagleray.runs.forgotten import read_forgotten, told
 from eagleray.runs.metrics import CLASSIFIER_TOP1, KNN_TOP1, LINEAR_TOP1, METRICS, UNTRAINED
 from eagleray.runs.provenance import Provenance, statements
 from eagleray.runs.summary import EXPORTED, read_summary
@@ -38,7 +37,7 @@ def card(source: Source, to: str, program: str, difference: Difference, facts: P
         f"{list(images.mean)} is taken off and they are divided by {list(images.std)}.\n",
         "## Numbers\n\n" + ("\n".join(table(numbers)) if numbers else "None were measured of these weights.") + "\n",
         says["licence"],
-        f"## Origin\n\n{says['digests']}" + "\n".join(f"* {line}" for line in origin(source)) + "\n",
+        f"## Origin\n\n{says['digests']}{says['forgotten']}" + "\n".join(f"* {line}" for line in origin(source)) + "\n",
         f"Loaded again in a new process and compared with the weights of the run, on ten photographs: {difference}.\n",
         says["recipe"],
     ]
@@ -66,7 +65,6 @@ def origin(source: Source) -> Iterator[str]:
         done = final(source) if source.step is None else {}
         more = f", {done['images']} images, {done['epochs']} epochs" if done else ""
         yield f"training: {source.steps} steps{more}"
-    yield from (f"forgotten: {line}" for line in told(read_forgotten(source.out)))
     packages, names = read_environment(source.folder).get("packages", {}), ("eagleray", "torch", "timm")
     yield f"trained with: {', '.join(f'{n} {packages[n]}' for n in names if n in packages) or 'unknown'}"
     yield f"exported with: {', '.join(f'{n} {importlib.metadata.version(n)}' for n in names)}"

@@ -7,6 +7,7 @@ changed, so the list counts from the first step on.
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import pyarrow.compute as pc
 from eagleray.base.files import parse_lines
 from eagleray.data.image_folder import whole
 from eagleray.data.index import Index
+from eagleray.data.quarantine import Quarantine
+from eagleray.data.sample_uses import broken_samples
 from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
@@ -54,6 +57,13 @@ def samples_of(index: Index, lines: Iterable[Mapping[str, Any]]) -> frozenset[in
             there = pc.is_in(index.column(shard, ["key"])["key"], value_set=pa.array(keys, pa.string())).to_numpy()
             found += (np.flatnonzero(there) + index.first[shard]).tolist()
     return frozenset(found)
+
+
+def unread_samples(index: Index, folder: Path) -> frozenset[int]:
+    """Return the samples that a run does not read: those it has forgotten, and those in the quarantine of its folder on
+    this machine."""
+    listed = Quarantine(folder / layout.QUARANTINE, samples=1, limit=1).bad.values()
+    return index.forgotten.union(broken_samples(index, listed))
 
 
 def told(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -166,6 +166,7 @@ def statements(facts: Provenance) -> dict[str, str]:
         f"an image into a vector of {facts.features} numbers.",
         "licence": f"## Licence\n\n{own} They were made from:\n\n{''.join(of)}",
         "digests": "".join(f"* {name}: digest {', then '.join(found)}\n" for name, found in facts.digests.items()),
+        "forgotten": "".join(f"* forgotten: {line}\n" for line in facts.forgotten),
         "steps": "" if facts.steps is None else f"* training: {facts.steps} steps",
         "recipe": f"## Recipe\n\n```yaml\n{yaml_text.dump(facts.recipe)}```\n",
     }

@@ -53,13 +53,13 @@ def read_state(path: str) -> tuple[dict[str, Any], Path]:
         state = checkpoint.newest(*where)
         if state is None:
             raise no_checkpoint(path)
+        best = guard.get("returns") if isinstance(guard := state.get("guard"), dict) else None
+        if isinstance(best, int) and best != state.get("step"):
+            state = checkpoint.newest(*where, step=best) or state
     else:
         folder, state = file.parent.parent, _load(file)
     if not (isinstance(state, dict) and state.keys() >= KEYS):
         raise UserError(f"{path}: not a checkpoint written by eagleray: expected the keys {', '.join(sorted(KEYS))}")
-    best = guard.get("returns") if isinstance(guard := state.get("guard"), dict) else None
-    if isinstance(best, int) and best != state.get("step") and store.may_be_folder(path):
-        state = checkpoint.newest(*where, step=best) or state
     return state, folder
 
 
