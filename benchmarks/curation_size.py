@@ -63,7 +63,7 @@ from eagleray.storage.blob import Blob
 
 DIM, SIMILAR = 384, 0.95
 COPIES = 0.05  # share of the samples, and of look-alikes
-BYTES = 1000  # of an image; an original has one more than its copy
+BYTES = 1000  # an image has so many, and an original one more than its copy
 IN_SHARD = 10_000
 FITTED = (64, 256)  # samples per cluster that centres are fitted to
 OWN_BITS, PLANTED, REAL = 12, 0.02, 20_000
@@ -250,7 +250,7 @@ def real(cifar: Path, out: Path) -> dict[str, Any]:
     right = named & (table["duplicate_of"].str.rpartition("/")[2].str.split("_").str[1] == number).to_numpy()
     planted_ones = int((kind != "good").sum())
     result |= {"planted": planted_ones, "precision": right.sum() / named.sum(), "recall": right.sum() / planted_ones}
-    for name in CHANGES:  # of an image and its copy either may be the one that stays
+    for name in CHANGES:  # either an image or its copy may be the one that stays
         of = set(number[kind == name])
         result[f"{name}_recall"] = len(of & set(number[right])) / len(of)
     return {

@@ -20,7 +20,7 @@ from eagleray.storage.store import absolute
 
 # Hashes decide between images whose features are similar, so features may differ by more than without hashes.
 SIMILAR, BITS = 0.9, 12
-NAME = "curate"  # of the files
+NAME = "curate"  # both files have this name
 
 
 def curate(

@@ -71,7 +71,7 @@ def call(function: str, *arguments: Any) -> Any:
 def serve() -> None:
     """Call the function that is pickled on standard input, and write the answer to the file in the first argument."""
     path = Path(sys.argv[1])
-    function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # with the user's command line
+    function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # the function sees the user's command line
     module, _, name = function.partition(":")
     answer: tuple[Any, Exception | None]
     try:

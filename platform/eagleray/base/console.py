@@ -56,7 +56,7 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
 
     def stop(number: int, frame: Any) -> None:
         nonlocal asked
-        if asked:  # for example, a parent's SIGTERM after a terminal's Ctrl-C
+        if asked:  # a parent may send SIGTERM after a terminal's Ctrl-C
             return
         asked = True
         ask()

@@ -50,7 +50,7 @@ def _start(execute: Callable[[Any, Sequence[str], Sequence[int]], int]) -> None:
         return execute(python, [*command[:-1], APART + path + command[-1]], descriptors)
 
     with _starting:
-        resource_tracker.ensure_running()  # before the signals are blocked, as it unblocks them
+        resource_tracker.ensure_running()  # it unblocks signals, which are blocked next
         with replaced(util, "spawnv_passfds", apart), child.without_stop_signals():
             _server.ensure_running()
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_lock = threading.Lock()  # without loader processes, a loader thread draws too
+_lock = threading.Lock()  # a loader thread draws too if there are no loader processes
 
 
 @contextmanager

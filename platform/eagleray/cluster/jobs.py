@@ -340,7 +340,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
     told, lost, job, waits = 0, 0.0, cluster.job(name), ""
     while True:
         try:
-            job = cluster.job(name)  # before the log, which is complete only once the job has ended
+            job = cluster.job(name)  # the log, read next, is complete only once the job has ended
             text = cluster.logs(name)
             before, waits = waits, cluster.waits(job) if job.state == "pending" else ""
         except Silent as e:

@@ -171,7 +171,7 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a folder, a rank has written it
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # ranks write it to a folder
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 

@@ -47,7 +47,7 @@ def save_before_resize() -> Any:
             self.group = None
 
         def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-            self.group = None  # after a failure no rank can save, as each waits for the failed one
+            self.group = None  # no rank can save after a failure: each waits for the failed one
 
         def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
             if self.group is None:  # there is nothing to save before the first start and after a failure

@@ -38,7 +38,7 @@ WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
 
 class Ending(NamedTuple):
-    """How this rank's part of an attempt ended: the last word of its process, and the values sent with it."""
+    """The end of this rank's part of an attempt: the last word of its process, and the values sent with it."""
 
     word: str
     value: Any = None

@@ -42,7 +42,7 @@ class Float(float):
 class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Builds the values of the core schema, with numbers as Int and Float, and refuses duplicate keys."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # without YAML 1.1's types and merge keys (`<<`)
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # YAML 1.1's types and merge keys (`<<`) are off
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raises ValueError for a duplicate key, with both lines, and for a key that is a list or mapping."""

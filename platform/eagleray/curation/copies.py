@@ -28,7 +28,7 @@ Tick = Callable[[str, int, int], None]  # a phase, and how much it has handled o
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how similar near copies are."""
+    """The data set in which near copies are sought, and the thresholds from which on images count as such."""
 
     features: SampleTable
     index: Index
@@ -50,7 +50,7 @@ def find_copies(
     order = sort_samples(nearest[:, 0], parents, of.index.size)
     starts = np.flatnonzero(np.diff(nearest[order, 0], prepend=-1))
     batches = list(in_batches(starts, len(order), TOGETHER // (2 * of.features.about.settings["dim"])))
-    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # for each cluster, and the last for none
+    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # one for each cluster; the last is for none
     for number, (first, last) in enumerate(batches):
         batch_of[nearest[order[first:last], 0]] = number
     mine = range(len(batches))[dist.rank() :: dist.size()]

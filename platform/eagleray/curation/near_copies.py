@@ -111,7 +111,7 @@ def settle(
     one, two, like = (part[(original[pairs[0]] < 0) & (original[pairs[1]] < 0)] for part in pairs)
     ahead = place[one] < place[two]
     first, second = np.where(ahead, one, two), np.where(ahead, two, one)
-    order = np.argsort(like, kind="stable")  # of several that stay, the last written is the most similar one
+    order = np.argsort(like, kind="stable")  # the most similar one that stays is written last
     first, second, like = first[order], second[order], like[order]
     while len(first):
         sure = ~np.isin(first, second)  # nothing that is preferred to these is undecided

@@ -49,14 +49,14 @@ class Pool:
         while asked := self.queue.get():
             run, future = asked
             if not self.open:
-                future.cancel()  # for a thread of another pool that may wait for it
+                future.cancel()  # a thread of another pool may wait for it
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(run())
                 except BaseException as e:
                     future.set_exception(e)
-            del asked, run, future  # so that no block is kept while waiting
-        self.queue.put(None)  # so that the next thread ends, too
+            del asked, run, future  # no block is kept while waiting
+        self.queue.put(None)  # the next thread has to end, too
 
 
 class _Bytes(NamedTuple):
@@ -126,7 +126,7 @@ class Block:
         if at not in wrong:
             return data[at - begin : at - begin + size]
         piece = next(p for p in self.pieces if row < p.stop)
-        data = self.fetcher.read_again(sample, *self._ends(piece))  # as they may have changed in transit
+        data = self.fetcher.read_again(sample, *self._ends(piece))  # they may have changed in transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")

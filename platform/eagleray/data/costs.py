@@ -24,7 +24,7 @@ MAX_SLOW = 2**25  # most values that these decoders may have to decode
 MAX_SEGMENTS = 2**14  # most segments in a JPEG's header
 
 JPEG = b"\xff\xd8"  # first bytes of a JPEG
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed data, only 0 and restart markers follow 255
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # only 0 and restart markers follow 255 in compressed data
 FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # second byte of the first frame header, of the end and of a scan
 PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 SCANS = re.compile(rb"\xff\xda")  # regular expression, as it takes 0.4 of the time of bytes.count

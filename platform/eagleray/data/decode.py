@@ -17,12 +17,12 @@ from eagleray.data.pixels import decoding, open_upright
 
 try:
     import simplejpeg
-except ImportError:  # as in the environment of a model in MLflow
+except ImportError:  # the environment of a model in MLflow lacks it
     simplejpeg = None
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:  # as torchvision has deprecated it
+except ImportError:  # torchvision has deprecated it
     decode_jpeg = None
 
 if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
@@ -46,7 +46,7 @@ def _jpeg(data: bytes | memoryview) -> Tensor:
     if check_jpeg(data)[2] == 4:  # only Pillow decodes Adobe's inverted CMYK
         return _other(data)
     if simplejpeg:
-        with suppress(ValueError):  # as other decoders only warn about such a file, or refuse it themselves
+        with suppress(ValueError):  # other decoders only warn about such a file, or refuse it themselves
             pixels = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB"))
             return upright(pixels.permute(2, 0, 1), orientation(data))
     if decode_jpeg is None:

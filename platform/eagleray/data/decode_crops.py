@@ -74,7 +74,7 @@ def _reduced(
     import simplejpeg
 
     height, width, channels = jpeg_size(data)
-    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # as a view would be enlarged
+    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # a view would be enlarged
         return None
     check_jpeg(data)
     turned = orientation(data)

@@ -205,7 +205,7 @@ def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience
 
     def read(place: tuple[str, int, int]) -> None:
         path, at, size = place
-        if ".." in path.split("/") or "\0" in path:  # as a stranger's index could have
+        if ".." in path.split("/") or "\0" in path:  # a stranger's index could have such a path
             raise UserError(f"{folder}: its index has an image outside of the folder: {readable(path)}")
         try:
             data[at : at + size] = _bytes(f"{folder}/{path}", 0, size, size, patience)

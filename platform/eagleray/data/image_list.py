@@ -73,7 +73,7 @@ class ImageList:
         """Open the list in a file, or create it."""
         self._db = sqlite3.connect(path, isolation_level=None)
         with contextlib.suppress(sqlite3.Error):
-            self._db.execute("PRAGMA journal_mode = WAL")  # so that a kill loses no more than what is not committed
+            self._db.execute("PRAGMA journal_mode = WAL")  # a kill then loses only what is not committed
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA temp_store = FILE")
         self._db.execute(f"PRAGMA cache_size = -{CACHE // 2**10}")
@@ -233,7 +233,7 @@ def image_list(folder: str, note: Callable[[str], None]) -> Iterator[ImageList]:
             if is_locked(place / f"{name}.lock"):
                 note(f"waiting for another command, which lists the images of {folder}")
             stack.enter_context(file_lock(place / f"{name}.lock"))
-        except OSError:  # in a home folder that is not writable
+        except OSError:  # the home folder may not be writable
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eagleray-")))
         path = place / f"{name}.sqlite"
         kept = f"{path}: the list of the images of {folder} cannot be kept there"
@@ -253,7 +253,7 @@ def image_list(folder: str, note: Callable[[str], None]) -> Iterator[ImageList]:
 def _opened(path: Path) -> ImageList:
     try:
         return ImageList(path)
-    except sqlite3.DatabaseError:  # as after a power failure
+    except sqlite3.DatabaseError:  # a power failure may have damaged it
         _delete(path)
         return ImageList(path)
 

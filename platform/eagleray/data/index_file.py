@@ -88,7 +88,7 @@ class File:
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._pages: dict[int, int] = {}  # bytes of the largest page of each row group read so far
-            self._map = pa.memory_map(os.fsencode(path))  # as the file itself may be replaced or moved meanwhile
+            self._map = pa.memory_map(os.fsencode(path))  # the file itself may be replaced or moved meanwhile
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
@@ -258,7 +258,7 @@ def fetch_once(url: str, name: str) -> Path:
             return folder / name
     except FileNotFoundError:
         raise
-    except OSError:  # as in a home folder that is not writable
+    except OSError:  # the home folder may not be writable
         path = Path(tempfile.mkdtemp(prefix="eagleray-")) / name
         path.write_bytes(store.store(url).get(url))
         return path

@@ -23,7 +23,7 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.shard_names import PARQUET, is_parquet
 
-NONE = "none"  # in place of a column's name if labels are not to be read
+NONE = "none"  # stands for a column's name if labels are not to be read
 
 
 class Rows(NamedTuple):

@@ -222,7 +222,7 @@ def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Ca
                 return
             if error:
                 raise error
-            requests.release()  # so that the next step is read while this one is used
+            requests.release()  # the next step is read while this one is used
             yield step  # type: ignore[misc]
             asked = time.monotonic()
     finally:

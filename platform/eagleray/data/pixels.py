@@ -38,7 +38,7 @@ def _formats() -> tuple[str, ...]:
     with contextlib.suppress(ImportError):
         import pillow_heif
 
-        pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)  # as loaders have a process for each core
+        pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)  # loaders have a process for each core
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -90,7 +90,7 @@ def without_texts(png: bytes | memoryview) -> bytes | memoryview:
 def _oriented(text: bytes) -> bool:
     """Return whether a text of a PNG may hold the orientation, and is short once it is decompressed."""
     name = next((name for name in ORIENTED if text.startswith(name)), None)
-    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # not compressed, as writers of XMP must leave it
+    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # writers of XMP must leave it uncompressed
         return name is not None
     unpack = zlib.decompressobj()
     try:

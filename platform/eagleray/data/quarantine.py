@@ -15,7 +15,7 @@ class BadSample:
 
     shard: str  # URL
     key: str
-    offset: int  # of the image in the shard, bytes; -1 without an image
+    offset: int  # position of the image in the shard in bytes; -1 without an image
     reason: str
 
     @property

@@ -25,7 +25,7 @@ class Selection:
     """The mean number of readings of each of N samples in an epoch."""
 
     weight: NDArray[np.float32]  # (N,)
-    kept_bytes: int = 1  # of the samples that are read at all
+    kept_bytes: int = 1  # bytes of the samples that are read at all
     bytes: int = 1  # bytes of all samples
     left_out: tuple[dict[str, int], ...] = ()  # number of unread samples of each source, by reason
 
@@ -79,7 +79,7 @@ class Selection:
             ends = end + np.cumsum(rest, dtype=np.float64)
             points = np.floor(ends + u).astype(np.int64)
             left -= int(rows.sum())
-            if number * CHUNK + len(part) == len(out):  # so that rounding changes neither the sum nor left-out samples
+            if number * CHUNK + len(part) == len(out):  # rounding must change neither the sum nor left-out samples
                 may = np.flatnonzero(rest)
                 points = np.minimum(points, reached + left)
                 points[may[-1] if len(may) else len(rest) :] = reached + left
@@ -112,7 +112,7 @@ def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
     sizes = np.empty(len(blocks), np.int64)
     first, many = np.cumsum(most) - most, np.diff(starts)  # first visit of each block, and number of its samples
     for c in range(int(most.max(initial=0))):
-        if not (busy := most > c).all():  # so that one large weight costs work for its block alone
+        if not (busy := most > c).all():  # one large weight costs work for its block alone
             copies = copies[np.repeat(busy, many)]
             first, many, most = first[busy], many[busy], most[busy]
         sizes[first + c] = np.add.reduceat(copies > c, np.cumsum(many) - many, dtype=np.int64)

@@ -19,7 +19,7 @@ from eagleray.data.blocks import Content, Pool
 
 WAIT = 5.0  # seconds between checks that the other processes are alive
 SOON = 0.1  # seconds between these checks at the end
-LEADER, FAILED = -2, -1  # in place of a block's number: the leader's process id, and the error that ended it
+LEADER, FAILED = -2, -1  # stand for a block's number: the leader's process id, and the error that ended it
 
 
 class SharedLane:
@@ -45,7 +45,7 @@ class Leader:
         """`ended` is a semaphore that each other reader releases when it ends."""
         self.queues, self.ended = queues, ended
         for queue in queues:
-            queue.cancel_join_thread()  # as a reader that has ended takes nothing more
+            queue.cancel_join_thread()  # a reader that has ended takes nothing more
         self._pass(LEADER, os.getpid())
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:

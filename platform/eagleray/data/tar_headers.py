@@ -134,7 +134,7 @@ def _next_member(file: BinaryIO, start: int, size: int, block: bytes) -> tuple[M
         data = _read(file, at + BLOCK, header.size)
         if header.type == LONG_NAME:
             long = data.partition(b"\0")[0]
-            if len(long) < max(len(data) - 1, 1):  # as one zero ends it
+            if len(long) < max(len(data) - 1, 1):  # one zero ends it
                 raise DamagedTar(f"a long name that ends after {len(long)} of {len(data)} bytes")
             name = long if name is None else name
         elif header.type != LONG_LINK:

@@ -118,7 +118,7 @@ class _Member(NamedTuple):
     offset: int
     size: int
     sparse: bool
-    crc: int | None  # of an image; None for other members
+    crc: int | None  # CRC-32 of an image; None for other members
     label: bytes
     begins: bool  # whether its first bytes are those of an image
 
@@ -200,7 +200,7 @@ def _fault(members: list[_Member]) -> str | None:
     """Return what is wrong with the members of a sample taken together, or None."""
     if len(members) > MEMBERS:
         return f"more than {MEMBERS} members"
-    if len({m.extension for m in members}) < len(members):  # for these, webdataset refuses the whole shard
+    if len({m.extension for m in members}) < len(members):  # webdataset refuses the whole shard for these
         extension, times = Counter(m.extension for m in members).most_common(1)[0]
         return f"{times} members .{extension[:40]}"
     sparse = next((m for m in members if m.sparse and m.last in image_extensions()), None)

@@ -58,6 +58,6 @@ def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
     weight, means, variances = np.stack(moments, 1)  # (n, N) each, for n images
     mean = np.average(means, 0, weight)
     std = np.sqrt(np.average(variances + (means - mean) ** 2, 0, weight))
-    std[std == 0] = 1  # so that a constant channel is not divided by 0
+    std[std == 0] = 1  # a constant channel must not be divided by 0
     channels = tuple(Channel(mean=m, std=s) for m, s in zip(mean.tolist(), std.tolist(), strict=True))
     return Measured(channels, len(moments), left_out)

@@ -61,7 +61,7 @@ def prepare(
         raise UserError(f"--max-side {options.max_side}: makes JPEGs, which have no {options.channels} --channels")
     source = find(options)
     identity = options.identity() | {FILES: _fingerprint(source)}
-    _read_plan(options, identity)  # so that errors come before anything is written
+    _read_plan(options, identity)  # errors must come before anything is written
     with _alone(options.destination, note):
         plan = _read_plan(options, identity)
         if plan is not None and plan["done"]:
@@ -94,7 +94,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
         lock = lock_folder(notes)
     except Busy:
         raise UserError(f"{destination}: another `eagleray prepare` is at work there") from None
-    except UserError:  # as the file system has no locks
+    except UserError:  # the file system may have no locks
         note(f"{destination}: cannot be locked; do not start a second command for it")
         yield
         return
@@ -104,7 +104,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # as nothing was begun
+            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # nothing was begun
                 shutil.rmtree(notes)
                 if not there:
                     notes.parent.rmdir()
@@ -180,7 +180,7 @@ class TaskPasses:
         if not missing:
             return
         self.tick(name, done, len(items))
-        whole = items.combine_chunks()  # as taking rows from many chunks is 50 times slower
+        whole = items.combine_chunks()  # taking rows from many chunks is 50 times slower
         for count in self.run(function, ((n, serialize(whole.take(pieces[n]))) for n in missing)):
             done += count
             self.tick(name, done, len(items))
@@ -315,7 +315,7 @@ def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
 
     Raises UserError when no item is usable."""
     dropped = items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"])
-    for batch in dropped.to_batches(max_chunksize=BATCH):  # in batches, as nearly all may be dropped
+    for batch in dropped.to_batches(max_chunksize=BATCH):  # nearly all may be dropped, so memory is bounded by batches
         for row in batch.to_pylist():
             stats.drop(row["reason"], row[KEY])
     usable = items.filter(pc.is_null(items["reason"]))
@@ -339,7 +339,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Write the index and the card from the notes of the shards, without reading images again, and delete the notes."""
     listed, labels, notes = sum(d.count for d in stats.dropped.values()), set(), []
-    _read_plan(options, identity)  # as another command may have written another plan
+    _read_plan(options, identity)  # another command may have written another plan
     urls = [f"{options.destination}/{NOTES}/{note_name(n)}" for n in range(shards)]
     for intact in ordered_map(lambda url: read_note(url, _digest(identity)), urls):
         note = _present(intact, options.destination)

@@ -86,7 +86,7 @@ def colours(draw: np.random.Generator) -> np.ndarray:
     blue."""
     turns = draw.random(3)
     tint = np.cos(2 * np.pi * (turns[:, None] - np.arange(3) / 3)) * CHROMA * draw.uniform(0.9, 1, (3, 1))
-    tint -= (tint @ LUMA)[:, None]  # so that a hue does not change the luminance
+    tint -= (tint @ LUMA)[:, None]  # a hue must not change the luminance
     exposure, contrast = draw.uniform(0.7, 1.3, 2)
     return (exposure * (0.5 + contrast * (LUMAS[:, None] - 0.5) + tint)).astype(np.float32)
 

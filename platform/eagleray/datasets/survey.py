@@ -91,7 +91,7 @@ def _look(images: int, classes: int, order: Sequence[int], read: Callable[[int],
             total += len(file)
             try:
                 size, planes, form = _facts(file)
-            except Exception:  # as decoders raise any error on broken input
+            except Exception:  # decoders raise any error on broken input
                 continue
             shapes.append(size)
             channels[planes] += 1

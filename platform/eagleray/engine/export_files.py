@@ -8,7 +8,7 @@ from eagleray.storage.store import folder_of, store
 FILE = "backbone.safetensors"
 DESCRIPTION = "backbone.json"  # says how to create the model
 CARD = "README.md"
-CONFIG = "config.json"  # from which timm creates the model
+CONFIG = "config.json"  # timm creates the model from this file
 # Adapters that were merged into the backbone. Their name comes after the backbone's, as timm loads the first file.
 ADAPTERS = "lora.safetensors"
 HEADS = "heads.safetensors"  # the heads and other parts of the method

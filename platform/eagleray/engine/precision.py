@@ -121,7 +121,7 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
     matmul, convolution = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     repeatable = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # for a CPU, "high" is another format
+    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # "high" is another format on a CPU
     try:
         if accelerator:
             tf32 = precision.dtype != torch.float32

@@ -26,7 +26,7 @@ def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
     reader = _Reader(folder)
     try:
         dcp.load(dict(targets), storage_reader=reader, no_dist=True)
-    except CheckpointException as e:  # not a subclass of Exception
+    except CheckpointException as e:  # it is no subclass of Exception
         cause = next(iter(e.failures.values()))[0]
         if isinstance(cause, OSError | MemoryError) or not isinstance(cause, Exception):
             raise cause from None
@@ -125,5 +125,5 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    if not path.is_file():  # for example, reading a pipe could wait for ever
+    if not path.is_file():  # reading a pipe could wait for ever
         raise UserError(f"{path}: is missing, and the rows of its checkpoint with it")

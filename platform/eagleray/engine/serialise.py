@@ -35,7 +35,7 @@ class HostCopy:
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_meta:  # in sharded checkpoints, sharded tensors have no values
+        if isinstance(x, torch.Tensor) and x.is_meta:  # sharded tensors have no values in sharded checkpoints
             return x
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)

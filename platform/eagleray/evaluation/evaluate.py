@@ -250,7 +250,7 @@ class Evaluation:
     def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
         """Measure the backbone here or on workers. Returns the outcome and the digest of the data."""
         protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
-        data = need.open(self.source)  # before the backbone, so that wrong data raise soon
+        data = need.open(self.source)  # wrong data must raise before the backbone is built
         # The workers have the GPUs: another copy of the backbone would take memory there.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)

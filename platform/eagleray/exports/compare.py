@@ -94,7 +94,7 @@ def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
             write_pages(target, values_of(np.asarray(image), channels))
         return files
     for target, image in zip(files, images, strict=False):
-        image.save(target, icc_profile=None)  # without the colour profile, which no library applies and one warns of
+        image.save(target, icc_profile=None)  # no library applies the colour profile, and one warns of it
     turned = Image.Exif()
     turned[ORIENTATION] = 6  # the orientation of a camera that was held upright
     image.save(target, icc_profile=None, exif=turned)

@@ -25,6 +25,6 @@ def nce(P: Tensor, n: int) -> Tensor:
     """Return equation 7: the noise-contrastive loss of P (B, 1 + K), the positive first, with uniform noise."""
     noise = (P.shape[1] - 1) / n
     real, false = P[:, 0], P[:, 1:]
-    eps = 1e-7  # as in the released code
+    eps = 1e-7  # the released code has this value
     loss = torch.log(real / (real + noise + eps)) + torch.log(noise / (false + noise + eps)).sum(1)
     return -loss.mean()

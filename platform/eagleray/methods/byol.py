@@ -47,7 +47,7 @@ class BYOL(Method):
         with torch.no_grad():
             z = self.target.each(batch.views[:2])  # 2 x (B, C)
         pairs = [distance(pv, zi) for v, pv in enumerate(p) for i, zi in enumerate(z) if i != v]
-        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # for two views, both directions
+        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # two views are compared in both directions
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

@@ -99,7 +99,7 @@ class Backbone(nn.Module):
             if freeze_patch or stem == "conv":
                 other = "freeze_patch=true" if freeze_patch else "stem=conv"
                 raise UserError(f"backbone.patch_norm={patch_norm}: none is trained with backbone.{other}")
-            if patch_norm == "weight":  # after the initialisation, which weight norm keeps
+            if patch_norm == "weight":  # weight norm keeps the initialisation above
                 nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
@@ -193,7 +193,7 @@ class Backbone(nn.Module):
         run = outputs
         if self.compiled and self.training:
             run = compile_once(outputs)
-            if fill := getattr(self.model, "fill_layouts", None):  # of EsViT's Swin
+            if fill := getattr(self.model, "fill_layouts", None):  # only EsViT's Swin has it
                 fill(images)  # otherwise a trace fills them in, which the compiler takes for a change
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden, self._turns(images, hidden))

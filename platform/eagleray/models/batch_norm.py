@@ -235,7 +235,7 @@ def shuffle(
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)
-    generator = torch.Generator(x.device).manual_seed(seed)  # on the device, as a copy from the host would wait
+    generator = torch.Generator(x.device).manual_seed(seed)  # a copy from the host would wait
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

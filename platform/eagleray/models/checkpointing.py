@@ -1,4 +1,4 @@
-"""What a backward pass recomputes instead of keeping: the inside of each block, or the features of a micro-batch.
+"""Recomputes in the backward pass, instead of keeping it, the inside of each block, or the features of a micro-batch.
 
 Activation checkpointing keeps only the input of a block (Chen et al. 2016, arXiv:1604.06174). Micro-batches run a
 network on a few images at a time and give the gradient of the whole batch (Gao et al. 2021, arXiv:2101.06983).

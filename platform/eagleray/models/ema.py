@@ -32,7 +32,7 @@ def ema_copy(net: M) -> M:
     It has no dropout or drop path, sees every patch and does not change rotary positions. It stays in training mode, so
     its batch norms use the statistics of the batch."""
     out = sharing_copy(net).requires_grad_(False)
-    out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # for `momentum_copies`
+    out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # `momentum_copies` reads it
     for module in out.modules():
         if isinstance(module, DropPath):
             module.drop_prob = 0.0

@@ -44,7 +44,7 @@ class Bank(Memory):
 
     def __init__(self, images: int, dim: int) -> None:
         super().__init__()
-        bound = (3 / dim) ** 0.5  # with this bound, a vector's mean squared length is 1
+        bound = (3 / dim) ** 0.5  # a vector's mean squared length is 1 with this bound
         self.register_buffer("rows", torch.empty(images, dim).uniform_(-bound, bound))
 
     @torch.no_grad()

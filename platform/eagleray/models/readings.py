@@ -33,7 +33,7 @@ CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, 
 
 
 class Place(NamedTuple):
-    """Where tensors are in a file: a mapping, and a prefix of the names in it."""
+    """The place of tensors in a file: a mapping, and a prefix of the names in it."""
 
     mapping: str  # keys from the outside in, e.g. `state_dict`; empty: the outermost mapping
     prefix: str  # e.g. `backbone.`

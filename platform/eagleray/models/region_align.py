@@ -41,7 +41,7 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
     def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
         return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
 
-    with stages(model)[-2].register_forward_hook(cut):  # not compiled, as the hook is new each time
+    with stages(model)[-2].register_forward_hook(cut):  # the hook is new each time, so this is not compiled
         out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
     return out
 

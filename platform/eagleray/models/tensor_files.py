@@ -134,7 +134,7 @@ def _globals(file: Any) -> Iterator[tuple[str, str]]:
             if opcode.name == "GLOBAL":
                 module, _, name = str(argument).partition(" ")
                 yield module, name
-    except ValueError:  # not a pickle, which PyTorch's reader will report
+    except ValueError:  # PyTorch's reader will report what is no pickle
         return
 
 

@@ -38,7 +38,7 @@ Crops = tuple[Tensor, Tensor]  # numbers of the samples (b,), and their centre c
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read: by threads of this process or by loader processes, and with or without a cache of blocks."""
+    """The way in which images are read: by threads or by loader processes, and with or without a cache of blocks."""
 
     workers: int = 0  # loader processes; 0: threads of this process
     cache: Cache | None = None
@@ -74,7 +74,7 @@ def batches(
     crops = _CentreCrops(index, chunks, size, resize, reading)
     workers = min(reading.workers, len(chunks))
     pinned = workers > 0 and devices.has_streams(device)
-    own = torch.Generator()  # not PyTorch's global generator, which the training uses
+    own = torch.Generator()  # the training uses PyTorch's global generator
     with loaded(crops, workers, pin_memory=pinned, generator=own) as (items, _):
         for item in items:
             if isinstance(item, Exception):

@@ -25,7 +25,7 @@ from eagleray.protocols.outcome import Outcome
 STEPS, PER_DECADE, LOWEST = 96, 8, -6  # steps of lambda from 10^-6 to 10^6
 COARSE = 2 * PER_DECADE  # steps between the seven values that are tried first
 ITERATIONS = 1000
-ONE_IN = 5  # without a validation set, one training sample in five of each class is held out
+ONE_IN = 5  # one training sample in five of each class is held out if there is no validation set
 
 
 def strength(step: int) -> float:

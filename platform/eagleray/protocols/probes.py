@@ -28,7 +28,7 @@ from eagleray.storage import store
 
 RUN_PROTOCOLS = ("knn", "linear")  # protocols that a run measures, which need labels
 RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # numbers of these protocols that a run records
-ONE_IN = 10  # without a test set, one labelled sample in ten is held out
+ONE_IN = 10  # one labelled sample in ten is held out if there is no test set
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _of_card(folder: str) -> dict[int, str]:
 
     try:
         names: Any = (card.find(folder) or {}).get("class_names")
-    except (UserError, OSError, Outage):  # not our file, or a store that does not tell that there is none
+    except (UserError, OSError, Outage):  # the file is not ours, or the store does not tell that there is none
         return {}
     known = names if isinstance(names, list) else []
     return {number: name for number, name in enumerate(known) if name and isinstance(name, str)}

@@ -30,7 +30,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a protocol writes its files and its progress messages."""
+    """The places to which a protocol writes its files and its progress messages."""
 
     folder: Path  # folder for pictures and tables, on this machine
     note: Callable[[str], None] = print

@@ -81,7 +81,7 @@ class Classifier(Trainee):
         """`classes` (C,) are the labels of the classes, in ascending order."""
         super().__init__()
         self.backbone, self.classes = copy.deepcopy(backbone).requires_grad_(True), classes
-        set_drop_path(self.backbone.model, 0.0)  # without drop path, as SimCLR fine-tunes without regularisation
+        set_drop_path(self.backbone.model, 0.0)  # SimCLR fine-tunes without regularisation
         self.head = nn.Linear(backbone.dim, len(classes))
         nn.init.normal_(self.head.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
         nn.init.zeros_(self.head.bias)

@@ -137,7 +137,7 @@ def picture_uri(path: Path, share: int) -> str:
             if image.width * image.height > PIXELS:
                 raise OSError(f"{path}: more than {PIXELS:,} pixels")
             small = image.convert("RGB")
-    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # of incomplete files and decompression bombs
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # incomplete files, and bombs
         raise OSError(f"{path}: {e}") from None
     if path.stat().st_size <= share:
         return uri(path.read_bytes(), kind)

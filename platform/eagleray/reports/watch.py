@@ -67,7 +67,7 @@ class Watch:
     def page(self) -> Page:
         """Return the current page. If Eagleray cannot generate it, return the last page with a line that says why."""
         with self._lock:  # only one browser's request draws the page
-            if time.monotonic() - self._drawn >= self.seconds:  # also of a finished run, which may be extended
+            if time.monotonic() - self._drawn >= self.seconds:  # a finished run is drawn too, as it may be extended
                 try:
                     self._page = page_about(self.of)
                 except (UserError, Outage, OSError) as e:

@@ -98,7 +98,7 @@ class RunStore:
         """Create the run's folder. Raises UserError when nothing can be written to it."""
         with explained(f"out={self.out}: cannot be written", OSError, Outage):
             self.view.mkdir(parents=True, exist_ok=True)
-            self.put(".probe", " " * 4096)  # not empty, as a full disk has room for an empty file
+            self.put(".probe", " " * 4096)  # a full disk has room for an empty file
             self.delete(".probe")
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[object]:

@@ -173,7 +173,7 @@ class StartGuard:
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
         guess = 100 / len(self.samples)
-        if self.labelled:  # by the shares of the classes
+        if self.labelled:  # a guess follows the shares of the classes
             guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()
         limit = share * before - noise if sure else min(share * before, before - noise)
         return before - noise > guess and now < limit

@@ -71,5 +71,5 @@ def notes_of(command: str) -> tuple[str, str]:
 
 def check_hours(hours: float | None) -> None:
     """Raises UserError when `hours` is negative or NaN."""
-    if hours is not None and not hours >= 0:  # also true of NaN
+    if hours is not None and not hours >= 0:  # this is also true of NaN
         raise UserError(f"--max-hours {hours:g}: expected a number of hours, 0 or more")

@@ -21,7 +21,7 @@ def understood(what: str) -> Iterator[None]:
     """A context that reads fields of an answer. Raises Transient where a field is missing or of the wrong kind."""
     try:
         yield
-    except UserError:  # as some UserErrors are ValueErrors
+    except UserError:  # some UserErrors are ValueErrors
         raise
     except NO_ANSWER as e:
         why = f"{one_line(e)} is missing" if isinstance(e, KeyError) else one_line(e)

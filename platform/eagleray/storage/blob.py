@@ -18,7 +18,7 @@ class Blob:
 
     url: str
     size: int  # bytes
-    tag: str = ""  # of a remote file, such as its ETag; empty for a local file until `Store.tag` computes it
+    tag: str = ""  # a remote file's, such as its ETag; empty for a local file until `Store.tag` computes it
 
 
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)

@@ -41,7 +41,7 @@ class Cache:
             with contextlib.ExitStack() as locks:
                 try:
                     locks.enter_context(file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"))
-                except OSError as e:  # as without the folder, which was deleted, or on a full disk
+                except OSError as e:  # the folder may have been deleted, or the disk may be full
                     log.warning("%s: cannot be locked: %s", self.folder, e.strerror)
                 data = _read(path, end - begin)
                 if data is None:
@@ -61,12 +61,12 @@ class Cache:
     def _write(self, path: Path, data: memoryview) -> None:
         if len(data) > self.limit:
             return
-        try:  # not flushed to the disk, as every read of an image is checked by its checksum in the index
+        try:  # nothing is flushed to the disk: every read of an image is checked by its checksum
             with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
                 locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name
                 self._make_room(len(data))
-        except OSError as e:  # as a full disk makes the run slower, but must not end it
+        except OSError as e:  # a full disk makes the run slower, but must not end it
             log.warning("%s: cannot cache a block: %s", self.folder, e.strerror)
 
     def _make_room(self, size: int) -> None:

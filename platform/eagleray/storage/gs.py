@@ -70,7 +70,7 @@ class GsStore(RestStore):
             [
                 Blob(f"gs://{bucket}/{o['name']}", whole_number(o["size"], most=LARGEST), f"gs:{o['generation']}")
                 for o in said.get("items", [])
-                if o["name"] != after  # as the answer includes the name `startOffset`
+                if o["name"] != after  # the answer includes the name `startOffset`
             ],
             said.get("prefixes", []),
             said.get("nextPageToken", ""),
@@ -212,7 +212,7 @@ class Token:
         Raises Transient for a failure to get a token that may pass, UserError without google-auth or for a wrong file
         of credentials, and Refused for a lasting refusal."""
         if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            return {}  # as Google's own libraries do
+            return {}  # Google's own libraries do the same
         with self._lock:
             if self._credentials is None:
                 self._credentials = self._find() or False

@@ -161,7 +161,7 @@ def _ask(repo: str, revision: str, patience: float) -> Tree:
             if status >= 500 or status in (408, 429):
                 raise Transient(one_line(e)) from None
             raise UserError(f"{url}: {one_line(e)}{f'; {TOKEN}' * (status in (401, 403))}") from None
-        except ValueError as e:  # as for a name that the Hub does not allow
+        except ValueError as e:  # the Hub does not allow every name
             raise UserError(f"{url}: {one_line(e)}") from None
         except Exception as e:  # several libraries fail here, without network, by a proxy, or for an unexpected answer
             raise Transient(one_line(e) or type(e).__name__) from None

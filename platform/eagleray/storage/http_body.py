@@ -84,13 +84,13 @@ def read_stream(response: Any, length: int) -> memoryview:
     data, at = new_buffer(length), 0
     stream = response._fp  # the raw response, as its wrappers would copy every byte twice
     stream.expect_file()
-    with on_error(response.close):  # so that no other request gets a connection with unread bytes
+    with on_error(response.close):  # no other request may get a connection with unread bytes
         while at < length:
             count = stream.readinto(data[at:])
             if not count:
                 raise Transient(f"expected {length} bytes, got {at}")
             at += count
-        if not stream.isclosed() and stream.read(1):  # also reads the end of a body that is sent in chunks
+        if not stream.isclosed() and stream.read(1):  # this also reads the end of a body that is sent in chunks
             raise Transient(f"expected {length} bytes, got more")
     response.release_conn()
     return data
@@ -105,7 +105,7 @@ def body_of(response: Any) -> bytes:
         if said is None and not stream.chunked and stream.length is None:
             raise Transient("an answer without a length, which may have been cut")
         length = None if said is None else whole_number(said, most=MOST)
-        while piece := stream.read(PIECE):  # in pieces, so that a wrong Content-Length costs no memory
+        while piece := stream.read(PIECE):  # a wrong Content-Length then costs no memory
             out += piece
             if len(out) > MOST:
                 raise Transient(f"an answer of more than {MOST} bytes")

@@ -76,7 +76,7 @@ class HttpsStore(RestStore):
     def _open(self, url: str, tag: str = "", span: str = "") -> Any:
         etag = tag.removeprefix("https:")
         headers = {"Range": span} if span else {}
-        if etag.startswith('"'):  # as a weak ETag, W/"...", never matches
+        if etag.startswith('"'):  # a weak ETag, W/"...", never matches
             headers["If-Match"] = etag
         response = self._follow(address(url), headers)
         got = tag_of(response.headers)
@@ -111,7 +111,7 @@ class HttpsStore(RestStore):
                 secure = new.scheme == "https" and (old.scheme == "https" or new.hostname == old.hostname)
             if not new.hostname or not (secure or (old.scheme, old.netloc) == (new.scheme, new.netloc)):
                 raise Transient(f"redirected to {hide_secrets(target)[:200]}, which cannot be trusted")
-            if (old.scheme, old.netloc) != (new.scheme, new.netloc):  # as another server must not get the token
+            if (old.scheme, old.netloc) != (new.scheme, new.netloc):  # another server must not get the token
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             address = target
         raise Transient(f"redirected more than {REDIRECTS} times")

@@ -14,7 +14,7 @@ from eagleray.storage.retry import PATIENCE, Transient
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Blobs = list[Blob]  # as `list` inside the class is the method
+Blobs = list[Blob]  # `list` inside the class is the method
 IN_FOLDER = 1_000_000  # most files directly in a folder, as many as the names of a pattern
 IN_TREE = 10_000_000  # most files in a folder and below it
 EMPTY = 1000  # most pages in a row without a file, which stores may send where many files were deleted
@@ -104,6 +104,6 @@ class Listing:
             marker = page.marker
             markers.add(marker)
             firsts |= {b.url for b in page.blobs[:1]}
-            if time.monotonic() > said + SAID and not after:  # with `after`, it is one of several listings
+            if time.monotonic() > said + SAID and not after:  # a listing with `after` is one of several
                 said = time.monotonic()
                 log.warning("%s: %d files are listed after %.0f s, and there are more", url, count, said - began)

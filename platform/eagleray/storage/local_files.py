@@ -68,4 +68,4 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     except OSError as e:
         if e.errno in PASSING:
             raise
-        return False  # as it is a broken link
+        return False  # it is a broken link

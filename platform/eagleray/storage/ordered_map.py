@@ -23,5 +23,5 @@ def ordered_map(function: Callable[[T], R], things: Iterable[T], *, width: int =
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for future in waiting:  # after an error, nobody needs their results
+            for future in waiting:  # nobody needs their results after an error
                 future.cancel()

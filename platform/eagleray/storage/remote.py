@@ -1,4 +1,4 @@
-"""What all stores over HTTP have in common: how they read and write, and which failures are retried."""
+"""The base of all stores over HTTP, which reads, writes and retries what may pass."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +84,7 @@ class RemoteStore(Listing):
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
         if length == 0:
             return memoryview(b"")
-        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # without the tag of a local file that was copied there
+        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # a local file's tag does not count here
 
         def run() -> memoryview:
             response = self._open(url, tag, f"bytes={start}-{start + length - 1}")
@@ -190,7 +190,7 @@ class RemoteStore(Listing):
         """Return the error for the user. Raises Transient if it may pass, after dropping credentials that were
         refused."""
         kind = error_classes.kind_of(*error.names)
-        if kind is Kind.RENEW and self.anonymous:  # as there are no credentials to renew
+        if kind is Kind.RENEW and self.anonymous:  # there are no credentials to renew
             kind = Kind.DENIED
         if error_classes.passes(kind, allowed_before=self.allowed.has(right, url)):
             if kind is not Kind.WAIT:

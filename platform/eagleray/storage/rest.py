@@ -1,4 +1,4 @@
-"""What the stores have in common that are used over HTTP without a library of their cloud."""
+"""The base of the stores that are used over HTTP without a library of their cloud."""
 
 import threading
 from collections.abc import Iterable, Mapping

@@ -20,7 +20,7 @@ LEAST = 4  # fewest trials for which a rank correlation is computed
 
 
 class LabelFreeAgreement(NamedTuple):
-    """How well label-free numbers rank the finished trials, compared with their ranks by kNN accuracy."""
+    """The agreement of the finished trials' ranks by label-free numbers with their ranks by kNN accuracy."""
 
     reference: str  # the key of the kNN accuracy
     trials: int

@@ -15,7 +15,7 @@ from eagleray.sweeps.sweep import RANGES, in_words
 COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # colours of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
 COLUMNS = 4  # largest number of panels in a row
-NAMED = 12  # with at most so many curves, all have their trial's name; with more, only the best
+NAMED = 12  # so many curves at most all have their trial's name; if there are more, only the best
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 

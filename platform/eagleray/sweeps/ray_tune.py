@@ -261,7 +261,7 @@ def ending(trial: Any) -> tuple[str, bool]:
     error = cloudpickle.loads(Path(file).read_bytes()) if file else None
     if isinstance(getattr(error, "cause", None), Preempted):
         return "saved, as its machine is taken away", False
-    if isinstance(error, RayActorError) and error.actor_init_failed:  # for example, its machine lacks a package
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # its machine may lack a package
         return f"its process could not begin ({hide_secrets(str(error).splitlines()[-1])})", True
     if isinstance(error, RayActorError) and DIED not in str(error):
         return "its machine was lost", False

@@ -124,7 +124,7 @@ class Sweep(Branch):
     seed: NonNegativeInt = 0  # seed of the search; the seed of a trial is a key of its recipe
     cpus: PositiveInt = 1  # CPU threads of each trial, or of each of its workers
     gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # share of a GPU for each trial; None: a whole GPU
-    hours: Annotated[float, Field(gt=0)] | None = None  # after this time running trials save and stop
+    hours: Annotated[float, Field(gt=0)] | None = None  # running trials save and stop after so many
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
     # Name of a model in MLflow's registry; at the end the best trial is registered as its new version.
     register: ModelName | None = None
@@ -170,7 +170,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
-    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # as in optim.lr.value.log=[1.0e-4, 1.0e-2]
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # optim.lr.value.log=[1.0e-4, 1.0e-2] is one
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
     alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
@@ -280,7 +280,7 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
     if sweep.search == "optuna":
         return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
-    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # in turn, so that chance leaves none out
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # they take turns, so that chance leaves none out
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 

@@ -64,7 +64,7 @@ class Trial:
     def begin(self) -> None:
         """Write the recipe into the trial's folder and start the run's thread, unless the trial has failed for good."""
         free_resources(self.out)
-        if why := self.store.get(layout.FAILED):  # for example, its process has died too often
+        if why := self.store.get(layout.FAILED):  # its process may have died too often
             self.failure = why
             return
         for left in (layout.STOP, layout.FAILURE):
@@ -143,7 +143,7 @@ class Trial:
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
         value = self.summary.get(key, values[-1] if values else None)
-        if self.failure or value is None:  # not raised: Tune would restart it, and it would fail again
+        if self.failure or value is None:  # Tune would restart what raises, and it would fail again
             why = self.failure or f"objective.key={key}: the run never reported this metric"
             self.store.put(layout.FAILED, why)
             return {"done": True, "percent": self.reported}

@@ -204,7 +204,7 @@ def compiled_jitter() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return torch.compile(jitter)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of images and their parameters (B, P)
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes images and their parameters (B, P)
     "recrop": lambda x, p: recrop(x, p[:, RECROP : RECROP + 4]),
     "gray": lambda x, _: gray(x).expand_as(x),
     "blur": lambda x, p: blur(x, p[:, SIGMA]),
@@ -227,7 +227,7 @@ def normalise(images: Tensor, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return normalise_(images.to(device, non_blocking=True).float().div_(255))
     x = torch.empty(images.shape)
-    for row, pixels in zip(x, images, strict=True):  # so that each stays in the cache between operations
+    for row, pixels in zip(x, images, strict=True):  # each stays in the cache between operations
         normalise_(row.copy_(pixels).div_(255))
     return x
 

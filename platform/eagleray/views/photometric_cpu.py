@@ -122,5 +122,5 @@ def blur_(x: Floats, sigma: float) -> None:
     cv2.sepFilter2D(x, -1, taps, taps, dst=x, borderType=cv2.BORDER_REFLECT_101)
 
 
-JITTERS = (brightness_, contrast_, saturation_, hue_)  # in the order of their columns in COLUMNS
+JITTERS = (brightness_, contrast_, saturation_, hue_)  # the order is that of their columns in COLUMNS
 EVERY = 2  # number of the first operations that work with any number of channels

@@ -21,7 +21,7 @@ class Preprocessing:
 
     size: PositiveInt  # pixels of a side of the crop
     resize: PositiveInt  # pixels of the shorter side before the crop
-    mean: tuple[float, ...] = MEAN  # of each channel, for pixels in [0, 1]
+    mean: tuple[float, ...] = MEAN  # mean of each channel, for pixels in [0, 1]
     std: tuple[PositiveFloat, ...] = STD
     interpolation: Literal["bicubic"] = "bicubic"  # `centre_crop` knows no other
     channels: Channels = ()  # channels of decoded images; empty: red, green and blue

@@ -23,17 +23,17 @@ class Item(NamedTuple):
     """One image of a source."""
 
     key: str
-    url: str  # of the file that holds the image
+    url: str  # URL of the file that holds the image
     offset: int  # bytes; in a Parquet file the number of the row in its row group
     size: int  # bytes; in a Parquet file an estimate
-    extension: str = ""  # in lower case; empty if only the bytes tell the format
+    extension: str = ""  # lower case; empty if only the bytes tell the format
     label: int = -1
     group: int = -1  # number of a Parquet file's row group, which is read as a whole; -1 if the image is read by itself
     meta: str | None = None  # metadata in JSON
     reason: str | None = None  # why the image is dropped; None if it is not
 
 
-TEXT = pa.large_string()  # as the offsets of plain strings end at 2 GiB
+TEXT = pa.large_string()  # the offsets of plain strings end at 2 GiB
 SCHEMA = pa.schema(
     [
         ("key", TEXT),
@@ -53,8 +53,8 @@ SCHEMA = pa.schema(
 class Listing:
     """The items of a source and the names of its classes."""
 
-    items: Iterable[Item]  # in an order that depends on the source alone
-    classes: Sequence[str] = ()  # in the order of the labels
+    items: Iterable[Item]  # their order depends on the source alone
+    classes: Sequence[str] = ()  # names by label
     note: str = ""  # one line on what the source has but the items lack
     found: Callable[[], str] = str  # returns such a line that is known only after the items were read
 
@@ -79,7 +79,7 @@ def _stored(item: Item) -> Item:
     if (length := len(item.key.encode(errors="surrogateescape"))) > LONGEST_KEY:
         item = item._replace(key=item.key[:60], reason=f"its key has {length} bytes, more than {LONGEST_KEY}")
     return item._replace(
-        key=to_text(item.key.replace("\0", "_")),  # as a name in a tar ends at a 0
+        key=to_text(item.key.replace("\0", "_")),  # a name in a tar ends at a 0
         url=to_text(item.url),
         reason=item.reason and readable(item.reason),
     )

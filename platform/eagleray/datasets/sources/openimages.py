@@ -31,7 +31,7 @@ def openimages(options: PrepareOptions) -> SourceFiles:
 
 
 def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
-    seen: set[str] = set()  # as a list of boxes names an image once per box
+    seen: set[str] = set()  # a list of boxes names an image once per box
     for row in _rows(table):
         name = row.pop("ImageID")
         if name in seen or row.get("Subset", split) != split:
@@ -56,7 +56,7 @@ def _rows(table: Blob) -> Iterator[dict[str, str]]:
         reader = csv.open_csv(
             file,
             read_options=csv.ReadOptions(column_names=names),
-            parse_options=csv.ParseOptions(newlines_in_values=True),  # as titles contain newlines
+            parse_options=csv.ParseOptions(newlines_in_values=True),  # titles contain newlines
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
         for batch in reader:

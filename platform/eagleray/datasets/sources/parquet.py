@@ -162,7 +162,7 @@ def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
         at_once = max(1, min(ROWS, FREE // max(page, 1)))
         for row, cells in enumerate(_rows(file, blob.url, group, beside, at_once)):
             name = (cells.pop(column, None) or {}).get("path") if path else None
-            if name and PurePosixPath(name).name:  # as "/" and "." have no name
+            if name and PurePosixPath(name).name:  # "/" and "." have no name
                 key, extension = key_and_extension(PurePosixPath(name).name)
             else:
                 key, extension = f"{stem}-{number:09d}".replace(".", "_"), ""

@@ -36,7 +36,7 @@ def _read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
     labels = {name: label - 1 for name, label in read_labels(names.url, line, expected, range(1, 102))}
     rows = []
     for number, text in lines(table.url):
-        path = text.split()[0]  # as in lists of training videos the label follows the path
+        path = text.split()[0]  # the label follows the path in lists of training videos
         if path.partition("/")[0] not in labels:
             where = f"{table.url}: line {number}: expected a video in the folder of a class"
             raise UserError(f"{where} of {NAMES}, found {text[:80]!r}")

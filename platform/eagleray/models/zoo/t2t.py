@@ -125,7 +125,7 @@ class Performer(nn.Module):
         return out
 
 
-@in_float32  # for exponentials, and sums of thousands of them
+@in_float32  # exponentials, and sums of thousands of them, need float32
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """Approximate softmax(q k^T) v, for (B, N, C) each, with the positive random features w (M, C)."""
     phi_q, phi_k = (torch.exp(t @ w.T - t.square().sum(-1, keepdim=True) / 2) / len(w) ** 0.5 for t in (q, k))
