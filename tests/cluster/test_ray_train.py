@@ -45,7 +45,7 @@ def test_killed_processes_cost_nothing_but_time(small: Path, shards: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     long = [*LONG, "workers=1"]

@@ -47,10 +47,11 @@ def steps() -> int:
 
 
 def driver() -> int:
-    """The process of the sweep's driver."""
-    found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_driver(p)]
-    assert len(found) == 1, found
-    return found[0]
+    """The process of the sweep's driver. Its children have its command line until they have started a program."""
+    found = {int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_driver(p)}
+    first = [process for process in found if found.isdisjoint(p.pid for p in psutil.Process(process).parents())]
+    assert len(first) == 1, found
+    return first[0]
 
 
 def is_driver(cmdline: Path) -> bool:
