@@ -15,6 +15,9 @@ from eagleray.engine.compiling import compile_backbones, compiles
 from eagleray.models.backbone import Encoder
 from eagleray.models.ema import ema_copy
 from eagleray.models.heads import PrototypeHead, projection
+from eagleray.models.layer_names import in_adapter
+from eagleray.models.lora import adapt
+from eagleray.models.network import Lora
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 
@@ -82,9 +85,14 @@ def test_a_head_of_prototypes_is_compiled_for_any_number_of_rows(monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_same_loss_without_a_graph_break_or_a_second_compilation() -> None:
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, targets=("qkv", "proj", "fc1", "fc2"))], ids=["all", "adapters"])
+def test_the_same_loss_without_a_graph_break_or_a_second_compilation(lora: Lora | None) -> None:
     torch.manual_seed(0)
     student = Encoder(network(options=VIT | {"dynamic_img_size": True}), nn.Identity())
+    if lora:
+        adapt(student.backbone, lora)
+        for name, p in student.named_parameters():
+            nn.init.normal_(p, std=0.1) if in_adapter(name) else None
     teacher, views = ema_copy(student), [torch.randn(3, 3, s, s) for s in (16, 16, 8, 8)]
 
     def step() -> tuple[float, list[torch.Tensor]]:
