@@ -41,7 +41,7 @@ def test_a_notebook_shows_progress_and_can_be_interrupted(small: Path, shards: P
         threading.Thread(target=interrupt).start()
         shown.clear()
         execute(f"{call})\nprint(run.finished)")
-        assert "stopping after this step; once more ends at once" in "".join(shown)
+        assert "stopping after this step; Ctrl-C once more ends at once" in "".join(shown)
         assert "".join(shown).rstrip().endswith("False"), shown
     finally:
         client.stop_channels()

@@ -30,12 +30,12 @@ def plan(
 
     `recipe`, `overrides`, `plugins` and `keys` have the same meaning as in `pretrain`. `gpu` is a kind of GPU, such as
     `h100`, `a100-80` or `l4`. Without `gpu` the forecast is for this machine; on a CPU, Eagleray then times a short
-    training step. `gpus` is the number of workers, and `price` is the price of a device per hour. If the recipe has no
-    `data.train`, `images` is the number of training images, by default the size of the data set in the recipe's name.
-    `cpus` is the number of CPU cores that each device has; without it, `plan` does not forecast the input of a recipe
-    with `data.workers=auto`. `input_rate` is the number of images per second that one loader process decodes and crops;
-    by default `plan` measures it on this machine. `store_rate` is the number of MB per second that the store delivers
-    to the whole run.
+    training step. `gpus` is the number of workers, and `price` is the price of a device per hour. `images` is the
+    number of training images, of which `plan` then reads none; by default that of `data.train` or, if the recipe has no
+    `data.train`, of the data set in its name. `cpus` is the number of CPU cores that each device has; without it,
+    `plan` does not forecast the input of a recipe with `data.workers=auto`. `input_rate` is the number of images per
+    second that one loader process decodes and crops; by default `plan` measures it on this machine. `store_rate` is the
+    number of MB per second that the store delivers to the whole run.
 
     Raises UserError for a wrong key, an unknown GPU, or a run that does not fit into the device's memory.
 
@@ -49,6 +49,7 @@ def plan(
     from eagleray.datasets.catalogue import images_of
     from eagleray.runs.local_forecast import plan_run
 
-    images = images or images_of(str(recipe))
+    if images or not loaded.data.train:  # the images may be where this machine cannot read them
+        loaded, images = replace(loaded, data=replace(loaded.data, train=None)), images or images_of(str(recipe))
     found = plan_run(loaded, gpu=gpu, images=images, cpus=cpus, input_rate=input_rate, store_rate=store_rate)
     return replace(found, price=price)

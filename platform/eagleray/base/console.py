@@ -61,7 +61,7 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
         asked = True
         ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        out.print(f"{message}; once more ends at once")
+        out.print(f"{message}; Ctrl-C once more ends at once")
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -41,13 +41,15 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
     say_loading()
 
 
-def check_plan(name: str, overrides: Sequence[str], plugins: Sequence[str], gpu: str | None) -> None:
-    """Raises UserError as `check_run`, for a plan, which may be of data that are elsewhere and for a kind of GPU."""
+def check_plan(
+    name: str, overrides: Sequence[str], plugins: Sequence[str], *, gpu: str | None, images: int | None
+) -> None:
+    """Raises UserError as `check_run`, for a plan with a kind of GPU or a number of images, which are then not read."""
     recipe = recipes.load(name, overrides, plugins)
     if gpu:
         accelerators.find(gpu)
     check_names(recipe)
-    if recipe.data.train:
+    if recipe.data.train and not images:
         check_data(recipe)
     say_loading()
 

@@ -36,9 +36,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Price of one GPU per hour, in any currency.", min=0)] = None,
     images: Annotated[
         int | None,
-        typer.Option(
-            help="Number of training images. Needed if neither data.train nor the recipe's name determines it.", min=1
-        ),
+        typer.Option(help="Number of training images, which are then not read. By default that of data.train.", min=1),
     ] = None,
     cpus: Annotated[
         int | None,
@@ -64,7 +62,7 @@ def plan(
     from eagleray.cli.early import check_plan
 
     with silence(as_json), garbage_kept():
-        check_plan(name, overrides or (), plugin or (), gpu)
+        check_plan(name, overrides or (), plugin or (), gpu=gpu, images=images)
         forecast = eagleray.plan(
             name,
             overrides,

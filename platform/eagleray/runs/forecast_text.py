@@ -39,7 +39,8 @@ def report(result: Forecast) -> Iterator[str]:
         yield f"          {result.images_per_s * data.image_bytes / 1e6:.0f} MB/s from the store"
     if result.hours:
         money = f", {result.cost:,.0f} at {result.price:g} an hour" if result.cost else ""
-        yield f"duration  {duration(result.hours)}, {result.hours * result.ranks:,.0f} device-hours{money}"
+        hours = result.hours * result.ranks
+        yield f"duration  {duration(result.hours)}, {hours:,.{int(hours < 10)}f} device-hours{money}"
     yield from (f"advice    {line}" for line in advice(result))
 
 
