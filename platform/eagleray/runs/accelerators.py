@@ -1,4 +1,4 @@
-"""The accelerators that a run can be planned for, with rates from data sheets and from a cloud's usual network."""
+"""The accelerators that a run can be planned for: rates from data sheets, and the network of a usual cloud machine."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,11 +51,11 @@ ACCELERATORS = {
                           "amd.com/en/products/accelerators/instinct/mi300/mi300x; Azure ND MI300X v5"),
 }  # fmt: skip
 
-# Shares of the peaks that large operations are assumed to reach; docs/plan.md says on what this rests.
+# Shares of the peak rates that large operations are assumed to reach, for the reasons in docs/plan.md.
 REACHED = {MATMUL: 0.65, CONV: 0.4, ATTENTION: 0.35}
 REACHED_BANDWIDTH = 0.8
 LAUNCH = 2e-6  # seconds between two operations, on any device
-LATENCY, FAR = 20e-6, 50e-6  # seconds of the smallest exchange within a machine, and between machines
+LATENCY, FAR = 20e-6, 50e-6  # seconds of an all-reduce of few bytes within a machine, and between machines
 HOP = 25e-6  # seconds of a message between two ranks, sent by their CPU processes
 # Rates of a CPU core. Only their ratios matter, as `local_forecast.calibrated` scales them to the measured speed.
 CORE = {MATMUL: 80e9, CONV: 60e9, ATTENTION: 60e9}  # FLOP/s
@@ -70,7 +70,7 @@ class Rates:
 
     flops: dict[tuple[str, bool], float]  # FLOP/s by kind and whether it is in float32
     bytes: dict[str, float]  # B/s by kind
-    launch: float  # seconds that each operation takes beside its work
+    launch: float  # seconds that each operation takes in addition to its work
     dispatch: float = 0.0  # seconds in which the host dispatches an operation while the device works
 
     def seconds(self, trace: "StepTrace") -> float:
@@ -95,9 +95,10 @@ class Rates:
         )
 
     def fitted(self, short: "StepTrace", short_seconds: float, long: "StepTrace", long_seconds: float) -> "Rates":
-        """Return rates with which both steps take the given seconds, by one factor for all work and a new `launch`.
+        """Return rates with which the `short` and the `long` step take the given seconds, by slowing all rates by one
+        factor and replacing `launch`.
 
-        If no such rates exist, as the two steps are too alike, all rates are slowed until the long step fits."""
+        If the two steps are too alike for this, only the long step takes its seconds, by slowing all rates."""
         free = replace(self, launch=0.0)
         (a, b), (c, d) = ((free.seconds(t), sum(t.work.values())) for t in (short, long))
         area = a * d - b * c
@@ -148,7 +149,7 @@ def cpu_rates() -> Rates:
 
 
 def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
-    """Return the seconds in which ranks sum `size` bytes in a ring (Patarasuk and Yuan 2009), over the slowest link."""
+    """Return the seconds of an all-reduce of `size` bytes in a ring over the slowest link (Patarasuk and Yuan 2009)."""
     if ranks == 1:
         return 0.0
     near = ranks <= PER_NODE
@@ -157,5 +158,5 @@ def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
 
 
 def agree_seconds(ranks: int) -> float:
-    """Return the seconds in which ranks agree on their CPUs whether to take a step, by gloo's sum in a ring."""
+    """Return the seconds in which the ranks' CPUs agree whether to take a step, by an all-reduce of gloo in a ring."""
     return 2 * (ranks - 1) * HOP

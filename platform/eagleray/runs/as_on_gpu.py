@@ -1,7 +1,7 @@
-"""Let a step that is traced on tensors without values take the branches that a GPU takes, on any machine.
+"""Trace a training step on fake tensors as it runs on a GPU, also on a machine without one.
 
-Such tensors are on the CPU, as PyTorch makes none for a GPU that is not there. Three things differ on a GPU: code that
-asks for the device (`base.devices`), autocast, which keeps more in float32, and batch norm over all ranks."""
+The fake tensors are on the CPU, as PyTorch makes none for an absent GPU. So three things of a GPU are imitated: what
+`base.devices` tells about the device, autocast, which keeps more in float32, and batch norm over all ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ huber_loss mse_loss binary_cross_entropy_with_logits dist pdist cdist renorm log
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa prod prod.dim_int softmax.int
 log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """
-UNCAST = ("cat", "stack")  # operations whose inputs autocast casts beforehand on a CPU; a GPU casts while it writes
+UNCAST = ("cat", "stack")  # operations whose inputs autocast casts on a CPU; on a GPU they cast while they write
 ALIGNED = 16  # the rows of an attention mask are padded in memory to a multiple of this many columns
 HALF = (torch.bfloat16, torch.float16)
 
@@ -52,8 +52,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return scaled_dot_product_attention as one operation, like on a GPU.
-    The rows of a mask (..., N, M) are aligned in memory before."""
+    """Return scaled_dot_product_attention, computed by one fused operation as on a GPU.
+    The rows of `mask` (..., N, M) are first padded in memory to a multiple of ALIGNED."""
     if mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, scale=scale)[0]  # type: ignore[no-any-return]
     aligned = F.pad(mask, (0, -mask.shape[-1] % ALIGNED))[..., : mask.shape[-1]]
@@ -62,8 +62,8 @@ def attention(
 
 
 def autocast_kernel(name: str, key: str, cast: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the kernel of an operation for autocast's dispatch key `key`: it applies `cast` to each argument, also to
-    lists and numbers, and runs the operation without this key."""
+    """Return the kernel of an operation for autocast's dispatch key `key`: it applies `cast` to each argument, of any
+    type, and runs the operation with this key excluded."""
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
     beyond = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -81,7 +81,7 @@ def widened(x: Any) -> Any:
 
 
 def exchange_moments(module: nn.Module) -> None:
-    """Replace the batch norms of a module, in place, by layers that exchange the same as SyncBatchNorm.
+    """Replace the batch norms of a module, in place, by layers that send as much between ranks as SyncBatchNorm does.
     PyTorch's SyncBatchNorm does not accept CPU tensors."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
@@ -89,8 +89,8 @@ def exchange_moments(module: nn.Module) -> None:
 
 
 class _Exchanging(nn.SyncBatchNorm):
-    """A batch norm with the exchanges of SyncBatchNorm and the computation of the layer that it replaces.
-    As a subclass of SyncBatchNorm it counts for `models.batch_norm` as one over all ranks."""
+    """A batch norm with the communication of SyncBatchNorm and the computation of the layer that it replaces.
+    It is a subclass of SyncBatchNorm, so `models.batch_norm` takes it for a batch norm over all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -98,8 +98,8 @@ class _Exchanging(nn.SyncBatchNorm):
 
 
 class _Exchange(torch.autograd.Function):
-    """The exchanges of torch.nn.SyncBatchNorm for x (B, C, ...), which is returned as it is: mean, deviation and number
-    of rows in the forward pass, two sums in the backward pass."""
+    """The communication of torch.nn.SyncBatchNorm for x (B, C, ...), which is returned unchanged: each channel's mean
+    and deviation and the number of values in the forward pass, two sums per channel in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

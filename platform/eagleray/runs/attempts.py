@@ -7,8 +7,8 @@ from typing import Any
 
 from eagleray.base.files import JsonLines, read_lines
 
-WHOLE = ("step", "reached", "ranks")  # fields of a line with whole numbers
-NEVER = 10**11  # a line's time is below this number of seconds since 1970, in the year 5138
+WHOLE = ("step", "reached", "ranks")  # fields of a line that must be integers
+NEVER = 10**11  # upper limit of a line's time in seconds since 1970, in the year 5138
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
@@ -24,19 +24,19 @@ def _is_valid(line: Mapping[str, Any]) -> bool:
 
 
 class Attempts:
-    """The lines of starts.jsonl: one for every start of a run, every last step and every orderly end. Times are seconds
-    since 1970."""
+    """The lines of starts.jsonl: one for each start of a run, one when its last step is taken, and one for each end
+    that is not a crash. Times are in seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
         self.lines, self.file = read_starts(path), JsonLines(path)
 
     def add(self, **line: Any) -> None:
-        """Append a line with the present time. If the disk is full, it is written later."""
+        """Append a line with the current time. If the disk is full, the line is written later."""
         self.lines.append(line | {"time": round(time.time(), 2)})
         self.file.log(self.lines[-1])
 
     def trained(self, step: int) -> None:
-        """Record that the run has taken its last step, unless that is recorded already. Goodput ends there."""
+        """Record that the run has taken its last step, if that is not recorded yet. Goodput counts no later time."""
         if "step" in self.lines[-1]:
             self.add(trained=step)
 
@@ -45,15 +45,15 @@ class Attempts:
         return [line for line in self.lines if "step" in line]
 
     def in_vain(self, command: str) -> int:
-        """Return how many of the last starts of a command began at the same step with the same number of ranks.
-        Another step means progress, and another number of ranks a changed cluster, so the count ends there."""
+        """Return how many starts of a command in a row, the last one included, began at the same step with the same
+        number of ranks. A different step means progress, a different number of ranks a changed cluster."""
         starts = [(s["step"], s.get("ranks")) for s in self.starts if s.get("command") == command]
         return next((i for i, start in enumerate(reversed(starts)) if start != starts[-1]), len(starts))
 
     def tally(self, useful: float) -> dict[str, float]:
         """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput. Goodput is the
-        `useful` seconds of steps divided by all seconds since the first start. The time after the last step, such as
-        that of the evaluation at the end, and after an orderly end is not counted until the next start."""
+        `useful` seconds of steps divided by all seconds since the first start. The time between the last step, or an
+        end that is not a crash, and the next start does not count, such as that of the evaluation at the end."""
         waited = sum(
             after["time"] - line["time"]
             for line, after in zip(self.lines, self.lines[1:], strict=False)

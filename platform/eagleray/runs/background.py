@@ -1,4 +1,4 @@
-"""Do side work, repeatedly in a thread or once, whose failure does not end the run."""
+"""Do side work whose failure does not end the run: once, or repeatedly in a thread."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ class Background(threading.Thread):
         while not self.ended.wait(self.seconds):
             try:
                 self.tick()
-            except Exception as e:  # such as for a damaged file from elsewhere; the next tick may succeed
+            except Exception as e:  # a file that it reads may be damaged; the next tick may succeed
                 known = isinstance(e, UserError | Outage | OSError)
                 line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
                 if line != self.reported:

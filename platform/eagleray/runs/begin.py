@@ -44,7 +44,7 @@ def checked_plan(recipe: Recipe, scan_all: ScanAll) -> Plan:
 
 def begin_run(plan: Plan, command: Sequence[str], *, insist: bool = False) -> None:
     """Check that a run fits into memory, unless the user `insist`s, and that its start weights fit. Then write its
-    recipe, plug-ins and environment. `command` has the user's words. Raises UserError when a check fails."""
+    recipe, plug-ins and environment. `command` is the user's command line. Raises UserError when a check fails."""
     recipe, run = plan.recipe, run_store(plan.recipe.out)
     check_fit(plan, say, insist=insist)
     if (recipe.start or recipe.backbone.weights or recipe.teacher) and not has_begun(run.view):

@@ -1,12 +1,10 @@
-"""Keep the files of a run in a bucket: rank 0 uploads its working folder, and commands read from a copy.
+"""Keep the files of a run in a bucket: rank 0 uploads its working folder, and commands read from a local copy.
 
-Growing files are kept in parts, so that what is sent does not grow with the run.
-
-A part is named by its file, the epoch of its writer's lease and the byte at which it begins, such as
-`metrics.jsonl-e000002-000000131072`. From its first byte on it takes the place of all parts of earlier epochs: a writer
-that has lost the run changes nothing that its successor has sent, and the first part of a new start removes the lines
-that this start drops.
-"""
+A growing file, called a history, is stored in parts, so that an upload does not get larger as the run gets longer. A
+part is named by its file, the epoch of its writer's lease and the byte at which it begins, such as
+`metrics.jsonl-e000002-000000131072`. From its first byte on it replaces all parts of earlier epochs. So a writer that
+has lost the run cannot change what its successor has sent, and the first part of a new start removes the lines that
+this start drops."""
 
 import contextlib
 import logging
@@ -35,7 +33,7 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 
 log = logging.getLogger(__name__)
-PART = 2**17  # bytes of a part, but for the last one, which is written again when there is more
+PART = 2**17  # bytes of a part; only the last part of a file is smaller, and is replaced as the file grows
 GROWING = {layout.LOG, layout.METRICS, layout.STEPS, layout.HEALTH}
 GROWING |= {layout.QUARANTINE, layout.SKIPPED, layout.STARTS}
 NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
@@ -44,10 +42,10 @@ RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that
 RECORDS |= {layout.MATERIALS}
 NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, layout.FORGOTTEN}  # files that commands write themselves
 NOTES |= {*layout.SWEEP_FILES}
-OVERLAP = 4096  # bytes of a growing file that are fetched again, to see that it is the same file
+OVERLAP = 4096  # last bytes of a copied history that are downloaded again, to check that it still has the same content
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
 PATIENCE = 600.0  # seconds to wait for another process that downloads
-SOON, LATEST = 3.0, 60.0  # seconds to the first upload, and at most between two
+SOON, LATEST = 3.0, 60.0  # seconds until the first upload, and most seconds between two uploads
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,11 @@ class HistoryPart:
 
 
 class History:
-    """A growing file as a listing of the store shows it."""
+    """A growing file, made up of the parts that the store lists."""
 
     def __init__(self, parts: Iterable[HistoryPart]) -> None:
         self.parts: list[HistoryPart] = []
-        self.replaced: list[HistoryPart] = []  # parts that no longer count
+        self.replaced: list[HistoryPart] = []  # parts that later ones have replaced
         for part in sorted(parts, key=lambda p: (p.epoch, p.start)):
             while self.parts and self.parts[-1].start >= part.start:
                 self.replaced.append(self.parts.pop())
@@ -80,12 +78,13 @@ class History:
 
     @property
     def whole(self) -> int:
-        """Return up to which byte nothing is missing: a request that a server carries out late may shorten a part."""
+        """Return the number of bytes before the first gap. A request that a server carries out late may shorten a part,
+        which leaves a gap before the next one."""
         gaps = (before.end for before, after in pairwise(self.parts) if before.end < after.start)
         return 0 if self.parts[0].start else next(gaps, self.end)
 
     def read(self, start: int = 0) -> bytes:
-        """Return the content from a byte on. Raises UserError when a part has gone since it was listed, and Outage."""
+        """Return the content from byte `start` on. Raises UserError when a listed part was deleted, and Outage."""
         wanted, at = list[tuple[str, int, int]](), 0
         for part, length in zip(self.parts, self.lengths, strict=True):
             if (skipped := max(start - at, 0)) < length:
@@ -108,22 +107,22 @@ def part_url(out: str, name: str, epoch: int, start: int) -> str:
 
 
 class Upload:
-    """Brings a growing file up to date in the store.
+    """Uploads a growing file in parts.
 
-    Only its last part is sent again when there is more. The first part of a start begins where the file differs from
-    what is in the store, at the latest with the last part that is there: so parts are void that an earlier writer may
-    send late. A process that stops between two requests leaves the beginning of the file in the store, with nothing
-    missing or doubled.
+    When the file has grown, its last part is sent again. The first part that a start sends begins where the file
+    differs from the store, at the latest where the store's last, incomplete part begins, so that it replaces what an
+    earlier writer may send late. A process that dies between two requests leaves the beginning of the file in the
+    store, without gaps or repeated lines.
     """
 
     def __init__(self, out: str, path: Path, epoch: int, whole: int = 0) -> None:
-        """The first `whole` bytes of the file are in the store. It loses lines before the first `send` alone."""
+        """The store has the first `whole` bytes of the file. Lines are only removed before the first call of `send`."""
         self.out, self.path, self.epoch = out, path, epoch
         self.start = self.size = -1  # the last part begins at `start`, and `size` bytes of the file were sent
         self.stored = _checksums(path, whole)
 
     def send(self, put: Callable[[str, bytes], None]) -> None:
-        """Send what is new in the file, but for a half line at its end."""
+        """Send what is new in the file, except an incomplete line at its end."""
         if self.start < 0:
             pairs = zip(self.stored, _checksums(self.path, self.path.stat().st_size), strict=False)
             self.start = PART * next((n for n, (one, other) in enumerate(pairs) if one != other), len(self.stored))
@@ -141,7 +140,7 @@ class Upload:
 
 
 def _checksums(path: Path, size: int) -> list[int]:
-    """Return a checksum of each part that lies wholly in the first bytes of a file."""
+    """Return a checksum of each complete part in the first `size` bytes of a file."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -149,18 +148,18 @@ def _checksums(path: Path, size: int) -> list[int]:
 
 
 class RunCopy(Background):
-    """A folder on this machine with the records and histories of a run, and the files in one of its folders.
+    """A copy on this machine of a run's records and histories, and of the files in its subfolder `inside`.
 
-    As a context it is kept up to date."""
+    As a context manager it keeps the copy up to date."""
 
     def __init__(self, out: str, folder: Path, inside: str = layout.EXPORT, *, may_be_ahead: bool = False) -> None:
-        """A copy that `may_be_ahead` is the folder that rank 0 writes: what the store does not have yet stays."""
+        """`may_be_ahead` is for the folder that rank 0 writes: content that the store does not have yet is kept."""
         super().__init__("copy-of-run")
         assert store.folder_of(out) is None, f"{out}: would be deleted as a copy of itself"
         self.out, self.folder, self.inside, self.may_be_ahead = out, folder, inside, may_be_ahead
         self.tags: dict[str, object] = {}
-        self.histories: dict[str, History] = {}  # this is the last listing
-        self.has_run = False  # a rank had written something into the store then
+        self.histories: dict[str, History] = {}  # the histories in the last listing, by name
+        self.has_run = False  # whether the last listing had anything that a rank has written
 
     def __enter__(self) -> "RunCopy":
         self.start()
@@ -173,13 +172,13 @@ class RunCopy(Background):
     def tick(self) -> None:
         """Download the files that have changed, and delete those that the store no longer has.
 
-        One process of this machine does so at a time. Raises UserError, Busy when another one takes longer than
-        PATIENCE, and Outage."""
+        Only one process of this machine does so at a time. Raises Busy when another process takes longer than PATIENCE,
+        UserError and Outage."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with files.lock_folder(self.folder, LOCK, patience=PATIENCE):
             try:
                 self._fetch()
-            except UserError:  # a file has been replaced since it was listed, or else the error comes again
+            except UserError:  # a file may have been replaced after the listing; any other error is raised again
                 self._fetch()
 
     fetch = tick
@@ -204,7 +203,7 @@ class RunCopy(Background):
                 self.tags[blob.url] = blob.tag
 
     def _fetch_history(self, history: History, path: Path) -> None:
-        """Append what the copy lacks, so that its readers can go on; a copy of another file is replaced."""
+        """Append what the copy at `path` lacks, so that its readers can read on. If its end differs, replace it."""
         size = path.stat().st_size if path.exists() else 0
         start = max(size - OVERLAP, 0)
         if 0 < size <= history.size:
@@ -227,8 +226,8 @@ class RunCopy(Background):
 
 
 def forget(folder: Path, kept: Collection[str] = (), *, folders: bool = True) -> None:
-    """Delete the files of a run but those of some names, and its folders: a copy of a run that its store no longer has
-    would become part of the next one there."""
+    """Delete a run's copied files, except those named in `kept`, and with `folders` its subfolders. Otherwise the copy
+    of a run that was deleted from the store would become part of the next run there."""
     for name in (RECORDS | GROWING | NOTES).difference(kept):
         (folder / name).unlink(missing_ok=True)
     for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, layout.PROFILE, layout.PICTURES):
@@ -243,23 +242,23 @@ class Mirror(Background):
         super().__init__("mirror")
         self.out, self.folder, self.claim, self.seconds = out, folder, claim, SOON
         self.sent: dict[Path, tuple[int, int]] = {}
-        self.uploads: dict[Path, Upload] = {}  # there is one for each history
-        self.checked = -math.inf  # the lease was found held at this time
+        self.uploads: dict[Path, Upload] = {}  # uploads of the histories, by their paths
+        self.checked = -math.inf  # time.monotonic() at which the lease was last checked
         self.lock = threading.Lock()
         self._fetch()
 
     def _fetch(self) -> None:
-        """Bring the files of earlier starts to this machine, and delete parts of histories that no longer count."""
+        """Download the files of earlier starts, and delete replaced parts of histories from the store."""
         starts = files.read_lines(self.folder / layout.STARTS)
         copy = RunCopy(self.out, self.folder, may_be_ahead=True)
         copy.fetch()
-        # A start of this command that was killed before it had sent anything has left the store behind, not empty.
+        # An earlier start of this command may have been killed before its first upload: then its files are kept.
         killed = bool(starts) and starts[-1].get("command") == self.claim.command
         if not (killed or copy.has_run):
             forget(self.folder)
             copy = RunCopy(self.out, self.folder)
             copy.fetch()
-        with contextlib.suppress(FileNotFoundError):  # the id by which the starts of a run are one run there
+        with contextlib.suppress(FileNotFoundError):  # the id that makes all starts one run in Weights & Biases
             id = store.store(self.out).get(f"{self.out}/{layout.WANDB_ID}")
             (self.folder / layout.WANDB).mkdir(exist_ok=True)
             files.write_atomic(self.folder / layout.WANDB_ID, id)
@@ -276,8 +275,8 @@ class Mirror(Background):
             self._copy(self._paths())
 
     def copy(self) -> None:
-        """Upload what has changed, of histories what is new. Raises Superseded when another process has taken the run
-        over, UserError, Outage and OSError."""
+        """Upload the changed files, and of histories only the new lines. Raises Superseded when another process has
+        taken the run over, UserError, Outage and OSError."""
         self._copy(self._paths() + self._of_sinks())
 
     def _copy(self, paths: list[Path]) -> None:
@@ -286,7 +285,7 @@ class Mirror(Background):
             for path in paths:
                 if not path.exists():
                     continue
-                stat = path.stat()  # it may grow while it is sent
+                stat = path.stat()  # before the upload, during which the file may grow
                 if self.sent.get(path) == (now := (stat.st_mtime_ns, stat.st_size)):
                     continue
                 if path in self.uploads:
@@ -296,12 +295,12 @@ class Mirror(Background):
                 self.sent[path] = now
 
     def _paths(self) -> list[Path]:
-        """Return the files to upload, in the order in which they are; some may not exist yet."""
+        """Return the files to upload, in the order of their uploads. Some may not exist yet."""
         whole = [p for name in (layout.EXPORT, layout.PROFILE) for p in sorted(self.folder.glob(f"{name}/[!.]*"))]
         return [self.folder / n for n in sorted(RECORDS | GROWING)] + whole
 
     def _of_sinks(self) -> list[Path]:
-        """Return the files of TensorBoard and Weights & Biases, which are sent whole."""
+        """Return the files of TensorBoard and Weights & Biases. A changed file is uploaded as a whole."""
         paths = [p for name in (layout.TENSORBOARD, layout.WANDB) for p in (self.folder / name).rglob("*")]
         return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
@@ -309,20 +308,20 @@ class Mirror(Background):
         if time.monotonic() > self.checked + lease.BEAT:
             self.checked = time.monotonic()
             self.claim.check()
-            if time.monotonic() > self.checked + lease.BEAT:  # this process, or the store, stood still
+            if time.monotonic() > self.checked + lease.BEAT:  # this process was suspended, or the store is slow
                 raise Outage(f"{self.out}: takes over {lease.BEAT:.0f} s to say whether this process holds the run")
         store.put_bytes(url, data)
 
     def close(self) -> None:
         super().close()
-        if self.claim.epoch > 1:  # a late upload of an earlier process may have replaced a newer file
+        if self.claim.epoch > 1:  # send all records again, as an earlier process may have replaced some late
             self.sent = {path: sent for path, sent in self.sent.items() if path.name not in RECORDS}
         with side_work(f"not all files of {self.folder} could be uploaded, which the same command does"):
             self.copy()
 
 
 class BucketRun(RunStore):
-    """A run in a bucket. Its files are copied to the machines that read it, and from the one where rank 0 is."""
+    """A run in a bucket. The machines that read it download its files, and that of rank 0 uploads them."""
 
     def __init__(self, out: str) -> None:
         name = f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}"
@@ -355,7 +354,7 @@ class BucketRun(RunStore):
         claim = Lease(self.out, name, command)
         claim.claim(after, say)
         claim.start()
-        if name == layout.OWNER:  # a rank that hangs on this machine could go on to write into its working folder
+        if name == layout.OWNER:  # lock the working folder too, into which a hung rank of this machine might write
             with on_error(claim.close):
                 claim.at_end = super().claim(name, command, say, patience=patience).close
         return claim

@@ -41,10 +41,11 @@ def build_method(recipe: Recipe, fill: Callable[[Backbone], object] | None = Non
 
 
 def build_backbone(recipe: Recipe) -> Backbone:
-    """Return the backbone with random weights. Raises UserError when it cannot be built or divide its batch."""
+    """Return the backbone with random weights. Raises UserError when it cannot be built, or its batch norm forbids the
+    recipe's micro-batches."""
     network = Backbone(**recipe.backbone.arguments)
     chosen = recipe.optim.micro_batch
-    network.micro_batch = size = None if chosen == "auto" else chosen  # `train` chooses for auto
+    network.micro_batch = size = None if chosen == "auto" else chosen  # for auto, `train` chooses later
     if size and network.batch_norm:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:
@@ -111,7 +112,7 @@ class PatchDroppingTrainer(Trainer):
 
 
 def scaled_lr(recipe: Recipe) -> Schedule:
-    """Return the learning rate for the recipe's batch. It is proportional to the batch where `optim.lr_images` says
-    for which batch the recipe's rate is meant."""
+    """Return the schedule of the learning rate. If `optim.lr_images` states the batch for which `optim.lr` is meant,
+    the rate is scaled in proportion to the recipe's batch."""
     lr, images = recipe.optim.lr, recipe.optim.lr_images
     return replace(lr, value=lr.value * recipe.optim.batch / images) if images else lr

@@ -65,7 +65,7 @@ class Callbacks:
             return target()
 
     def __call__(self, event: str, argument: Any) -> None:
-        """Call one method of every callback. Raises PluginError when a callback fails."""
+        """Call the method `event` of every callback with `argument`. Raises PluginError when a callback fails."""
         for name, callback in self.callbacks:
             with foreign_code(f"callback {name}: {event} failed"):
                 getattr(callback, event)(self.run, argument)

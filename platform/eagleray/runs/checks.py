@@ -124,7 +124,7 @@ def check_method(recipe: Recipe) -> Method:
 
 
 def check_dropped_patches(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when views are to lose patches, but the method or the anchor reads all of them."""
+    """Raises UserError when patches of views are to be dropped, but the method or `start.anchor` reads all of them."""
     rate = recipe.backbone.options.get("patch_drop_rate", 0)
     keys = [f"curriculum.{i}.keep={phase.keep:g}" for i, phase in enumerate(recipe.curriculum) if phase.keep < 1]
     if not rate and not keys:
@@ -151,8 +151,8 @@ def check_shares(recipe: Recipe, norm_group: int | None) -> None:
 
 
 def check_parallel(recipe: Recipe, method: Method) -> None:
-    """Raises UserError when FSDP is to divide the weights of a method that is not tested with it, or when the recipe
-    has a key that needs whole weights on every rank."""
+    """Raises UserError when the recipe asks for FSDP, but the method is not tested with it, or another key needs
+    unsharded weights on every rank."""
     if recipe.parallel == "ddp":
         return
     check_shardable(method, recipe.method.name)
@@ -161,7 +161,7 @@ def check_parallel(recipe: Recipe, method: Method) -> None:
 
 
 def keys_of_whole_weights(recipe: Recipe) -> list[str]:
-    """Return the keys of a recipe that only work where every rank has whole weights, which FSDP divides."""
+    """Return the keys of a recipe that need unsharded weights on every rank, so that they do not work with FSDP."""
     optim = recipe.optim
     keys = {"optim.micro_batch=auto": optim.micro_batch == "auto", "optim.reduce=bf16": optim.reduce == "bf16"}
     keys |= {"compile=true": recipe.compile is True, "backbone.lora": recipe.backbone.lora is not None}
@@ -169,7 +169,7 @@ def keys_of_whole_weights(recipe: Recipe) -> list[str]:
 
 
 def check_lora(recipe: Recipe) -> None:
-    """Raises UserError when LoRA adapters would be trained beside random weights, or with `start.what=all`."""
+    """Raises UserError when LoRA adapters would be trained on random frozen weights, or with `start.what=all`."""
     if recipe.backbone.lora and not (recipe.start or recipe.backbone.weights):
         raise UserError("backbone.lora: random weights would stay as they are; expected backbone.weights or start.from")
     if recipe.backbone.lora and recipe.start and recipe.start.what == "all":

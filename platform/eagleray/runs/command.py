@@ -1,4 +1,4 @@
-"""Hold a run for one command of a user, so that a second command is refused. Nothing is written before."""
+"""Claim a run for one command of a user, so that a second command is refused before it writes anything."""
 
 import contextlib
 import importlib.metadata
@@ -23,18 +23,18 @@ from eagleray.storage import store
 
 
 def new_command() -> str:
-    """Return an id for a command, which differs from that of any other one on any machine."""
+    """Return a new id for a command, which no other command on any machine has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
 def holds_run(run: RunStore) -> bool:
-    """Return whether a run has begun, which writes its recipe and environment. Raises UserError and Outage."""
+    """Return whether a run has begun: its recipe and environment are then written. Raises UserError and Outage."""
     return all(run.get(name) is not None for name in (layout.RECIPE, layout.ENVIRONMENT))
 
 
 @contextlib.contextmanager
 def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """A context in which no other command works on the run in `out`, nor does a process of an earlier one.
+    """A context in which no other command works on the run in `out`, and no process of an earlier command.
 
     `say` gets a line before a wait. Raises Busy when another command is at work, and UserError when the run cannot be
     written or holds a sweep. In both cases nothing was written."""

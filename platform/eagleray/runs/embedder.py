@@ -1,7 +1,7 @@
 """Embed image files with an exported backbone: the code inside the model that a run stores in MLflow.
 
-`runs/mlflow_model.py` puts a copy of this file into each model. If timm can build the backbone, the model loads without
-this package, and MLflow needs only timm and torchvision."""
+`runs/mlflow_model.py` puts a copy of this file, and of the modules of eagleray that it imports, into each model. If
+timm can build the backbone, the model loads without eagleray, and MLflow needs only timm and torchvision."""
 
 import json
 from pathlib import Path
@@ -59,9 +59,9 @@ class Embedder:
         return features
 
     def _crop(self, row: int, data: bytes) -> torch.Tensor:
-        """Return the centre crop (C, S, S), uint8, of an image. Raises ValueError when `data` is not an image."""
+        """Return the centre crop (C, size, size), uint8, of an image file. Raises ValueError if it is no image."""
         try:
-            image = decode(data, self.channels)  # type: ignore[arg-type]  # what has a mean and a std
+            image = decode(data, self.channels)  # type: ignore[arg-type]  # objects with the attributes of a Channel
         except BadImage as e:
             raise ValueError(f"row {row}: {e}") from None
         return centre_crop(image, resize=self.settings["resize"], size=self.settings["size"])

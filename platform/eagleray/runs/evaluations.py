@@ -1,7 +1,6 @@
-"""Evaluate the backbone of a run during training and at its end, on held-out images, beside an untrained one.
+"""Evaluate the backbone of a run on held-out images, during training and at its end, and compare with an untrained one.
 
-An evaluation that fails costs its numbers, never the run: the failure is a finding, in the log and in the report.
-"""
+An evaluation that fails does not end the run: its scores are missing, as a finding in the log and the report says."""
 
 import json
 import logging
@@ -48,13 +47,13 @@ from eagleray.runs.rank_run import RankRun
 from eagleray.runs.verdicts import judge, verdicts
 
 log = logging.getLogger(__name__)
-STARTS = 2  # after this many starts that died with their process, the run goes on without the evaluation
+STARTS = 2  # number of deaths of the process in an evaluation after which the run goes on without it
 
-ONLINE = 1_300_000, 50_000  # training and test images of an evaluation during training: all of ImageNet-1k
-DRAWN_FROM = 500  # images among which the nearest ones are drawn
-MOST_CROPPED = 1000  # images whose crops are compared: a difference of 4.5 points counts, and it costs 2,000 crops
-SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # numbers of the start that are printed
-COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # numbers that the verdict compares
+ONLINE = 1_300_000, 50_000  # most training and test images of an evaluation during training: enough for ImageNet-1k
+DRAWN_FROM = 500  # most images from which the picture of nearest neighbours is drawn
+MOST_CROPPED = 1000  # most images whose two crops are compared: enough to notice a difference of 4.5 points
+SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # scores at the start that are logged
+COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # scores that the verdict compares
 SHOWN = {"knn top-1": KNN_TOP1, "linear top-1": LINEAR_TOP1, "crops found": CROPS_FOUND, "LiDAR": CROPS_LIDAR}
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
 BASELINE_FORMAT = 1  # increased when evaluations compute other scores
@@ -64,18 +63,18 @@ Scores = dict[str, float]
 
 @dataclass(frozen=True)
 class Probed:
-    """Labelled images, for a run with labels."""
+    """The images of an evaluation with labels, on which kNN and a linear probe are measured."""
 
     sets: ProbeSets
 
     @property
     def count(self) -> int:
-        """Return the number of images that a score is a share of."""
+        """Return the number of test images, of which each score is a share."""
         return len(self.sets.test_samples)
 
     @property
     def drawn(self) -> tuple[Index, NDArray[np.int64]]:
-        """Return images to draw: their index, and which of them."""
+        """Return the images for the picture of nearest neighbours: an index, and their positions (n,) in it."""
         return self.sets.test, self.sets.test_samples
 
     @property
@@ -84,7 +83,7 @@ class Probed:
 
     @property
     def digests(self) -> list[str]:
-        """Return what says whether the images and labels of two runs are the same."""
+        """Return digests of the images and labels, which are equal for two runs if these are the same."""
         parts = (self.sets.train, self.sets.train_samples), (self.sets.test, self.sets.test_samples)
         return [data_digest(index, samples) for index, samples in parts]
 
@@ -92,13 +91,13 @@ class Probed:
         return self.sets.describe(settings, protocol)
 
     def scores(self, backbone: Backbone, settings: Evaluate, **how: Any) -> dict[str, float]:
-        """Return the scores of a backbone; `how` says how images are read and computed on."""
+        """Return the scores of a backbone. `how` is as returned by `RankRun.embedding`: precision and reading."""
         return evaluate(backbone, self.sets, settings, **how)
 
 
 @dataclass(frozen=True)
 class Unlabelled:
-    """Images without labels: those of `data.test`, else a fixed sample of the training images."""
+    """The images of an evaluation without labels: those of `data.test`, else a fixed sample of the training images."""
 
     index: Index
     samples: NDArray[np.int64]
@@ -138,7 +137,7 @@ HeldOut = Probed | Unlabelled
 
 
 def held_out(plan: Plan) -> HeldOut:
-    """Return the images that the backbone of a run is measured on at its end. No image is kept from the training."""
+    """Return the images on which the backbone of a run is measured at its end. Training may have used them as well."""
     if sets := ProbeSets.of(plan.index, plan.test, plan.recipe.evaluate.limit):
         return Probed(sets)
     index = plan.test or plan.index
@@ -147,7 +146,7 @@ def held_out(plan: Plan) -> HeldOut:
 
 def online(run: RankRun, step: int, starts: int = 1) -> Scores:
     """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
-    backbone by kNN. They are empty if the evaluation fails. `starts` is how often it has begun."""
+    backbone by kNN. They are empty if it fails. `starts` is how often this evaluation has begun, this time included."""
 
     def measure() -> Scores:
         give_up_after_deaths(starts)
@@ -160,9 +159,9 @@ def online(run: RankRun, step: int, starts: int = 1) -> Scores:
 
 
 def online_sets(run: RankRun, step: int) -> ProbeSets | None:
-    """Return the images of an evaluation during training: not all of a very large set, unless the recipe sets a limit.
+    """Return the images of an evaluation during training: at most ONLINE, unless the recipe sets `evaluate.limit`.
 
-    The log of the first evaluation says so."""
+    If images are left out, the log of the first evaluation says so."""
     e, plan = run.plan.recipe.evaluate, run.plan
     sets = ProbeSets.of(plan.index, plan.test, e.limit)
     if sets is None or e.limit is not None:
@@ -186,7 +185,7 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
 
 def at_start(run: RankRun, step: int) -> None:
     """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores. `step` is
-    the one before the first."""
+    the number of steps taken so far: 0, unless `start.what=all` takes over those of the source."""
     guard, images = run.guard, held_out(run.plan)
     starts = dist.from_rank_zero(run.folder.starts_in_vain)
 
@@ -203,10 +202,10 @@ def at_start(run: RankRun, step: int) -> None:
 
 
 def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
-    """Return the scores at the end of the run, and log them. They are empty if the evaluation fails. What they say of
-    the untrained backbone may be a finding.
+    """Return the scores at the end of the run, and log them. They are empty if the evaluation fails. Scores that are no
+    better than those of the untrained backbone, or worse than at the start, may be findings (`judge`).
 
-    `starts` is how often this evaluation has begun; after two processes that died in it, it is given up."""
+    `starts` is how often this evaluation has begun. After its process has died in it twice, it is given up."""
     images = held_out(run.plan)
 
     def measure() -> Scores:
@@ -233,8 +232,8 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
 
 
 def draw_neighbours(run: RankRun, images: HeldOut, backbone: Backbone) -> None:
-    """Draw some images of the evaluation at the end of the run, each with those nearest to it. Pictures show channels
-    other than red, green and blue to nobody, so such a run has none."""
+    """Draw some images of the evaluation at the end of the run, each with its nearest neighbours. Images with other
+    channels than red, green and blue cannot be shown, so nothing is drawn."""
     if run.plan.recipe.data.channels:
         return
     with side_work(f"{layout.NEIGHBOURS} was not drawn"):
@@ -254,7 +253,7 @@ def verdict(run: RankRun, scores: Scores) -> list[str]:
 
 
 def give_up_after_deaths(starts: int) -> None:
-    """Raise RuntimeError when an evaluation that begins for the time `starts` has ended its process too often."""
+    """Raises RuntimeError when the process has died STARTS times in an evaluation that has begun `starts` times."""
     if starts > STARTS:
         raise RuntimeError(f"the process died in it {starts - 1} times")
 
@@ -275,16 +274,16 @@ def log_scores(run: RankRun, images: HeldOut, scores: Scores) -> None:
 
 
 def announced(run: RankRun, scores: Scores) -> Scores:
-    """Return the scores, after telling the callbacks if there are any."""
+    """Return the scores, after passing them to the callbacks unless they are empty."""
     if scores:
         run.folder.callbacks("evaluation", scores)
     return scores
 
 
 def attempt(run: RankRun, step: int, measure: Callable[[], Scores]) -> Scores:
-    """Return the scores that `measure` returns on all ranks; none if it fails on a rank.
+    """Return the scores that `measure` returns on all ranks, or none if it fails on any rank.
 
-    The ranks agree at the end. When one of them is gone, this fails on all of them, and they start again."""
+    Afterwards the ranks agree whether it has failed. If a rank has died, the agreement fails, and the run restarts."""
     error, scores = None, {}
     try:
         with exact_products(), explain_exhaustion(run.plan.recipe, run.method, run.world.size, evaluating=True):
@@ -300,8 +299,8 @@ def attempt(run: RankRun, step: int, measure: Callable[[], Scores]) -> Scores:
 
 
 def untrained_scores(run: RankRun, images: HeldOut) -> Scores:
-    """Return the scores of the backbone with the weights that the run began with. They are computed once on a machine,
-    and kept in its cache for further runs of the recipe."""
+    """Return the scores of the untrained backbone, with the recipe's random weights. They are computed once on a
+    machine, and kept in its cache for further runs of the recipe."""
     recipe = run.plan.recipe
     backbone = on_device(build_method(recipe).export(), run.world.device)
 
@@ -323,7 +322,7 @@ def untrained_scores(run: RankRun, images: HeldOut) -> Scores:
 
 
 def read_baseline(path: Path) -> Scores:
-    """Return the scores in a file; none if there is no such file, or it cannot be read, which the log says."""
+    """Return the scores in a file. They are empty if the file is missing or, as the log then says, unreadable."""
     scores: Scores = {}
     if path.exists():
         with side_work(f"{path}: cannot be read, so the untrained backbone is evaluated again", log.info):
@@ -340,7 +339,7 @@ def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
 
 
 def evaluate_classifier(run: RankRun, method: Classifier) -> Scores:
-    """Return the classifier's scores on the test set, if there is one."""
+    """Return the classifier's scores on the test set. They are empty if the recipe has no test set."""
     plan = run.plan
     if plan.test is None:
         return {}

@@ -116,9 +116,9 @@ def long_queue(recipe: Recipe, images: int) -> str | None:
 
 
 def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
-    """Yield schedules whose parts in epochs, such as the warm-up, are shortened with the run. In a run too short for
-    a slow momentum copy to leave its random start, the copy gets a lower momentum. Each value is a mapping that
-    replaces the schedule as a whole."""
+    """Yield schedules whose parts in epochs, such as the warm-up, are shortened with the run. If the run is so short
+    that the momentum encoder would stay near its random weights, its momentum is lowered. Each value is a mapping
+    that replaces the whole schedule."""
     plain = config.to_plain(recipe)
     sections = [("optim", plain["optim"]), ("method", plain["method"])]
     for key, value in ((f"{name}.{k}", v) for name, section in sections for k, v in section.items()):
@@ -172,19 +172,19 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
 
 
 def _scaled(view: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
-    """Return a view with a smaller side, a multiple of the patch. Keys at their default are left out."""
+    """Return a view whose side is scaled by `by` and is a multiple of the patch. Keys at their default are left out."""
     own = {key: value for key, value in view.items() if value != DEFAULTS.get(key)}
     return {"size": _side(view["size"] * by, patch), **{k: v for k, v in own.items() if k != "size"}}
 
 
 def _smaller(phase: Mapping[str, Any], by: float, patch: int) -> dict[str, Any]:
-    """Return a phase of the curriculum with smaller sizes, if it has any, which are multiples of the patch."""
+    """Return a phase of the curriculum whose sizes, if any, are scaled by `by` and are multiples of the patch."""
     sizes = {"sizes": [_side(size * by, patch) for size in phase["sizes"]]} if "sizes" in phase else {}
     return {**phase, **sizes}
 
 
 def _side(pixels: float, patch: int) -> int:
-    """Return the multiple of the patch, one at least, that is nearest to a number of pixels."""
+    """Return the multiple of `patch` that is nearest to `pixels`, and at least `patch`."""
     return max(round(pixels / patch), 1) * patch
 
 

@@ -45,9 +45,9 @@ class FollowRun:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.scores: dict[str, float] = {}  # newest scores by key, kept as most lines of metrics.jsonl have none
-        self.failure = ""  # error of the log that is not printed yet, as a command that ends with it prints it itself
+        self.failure = ""  # error in the log that is held back, as a command that ends with it prints it itself
         self.silence = QUIET  # seconds without a step after which the next line says that the run is starting
-        self.next_step, self.printed = 0, time.monotonic()  # step of the next line, time of the last
+        self.next_step, self.printed = 0, time.monotonic()  # step of the next printed line, time of the last one
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps", left=False)
@@ -76,7 +76,7 @@ class FollowRun:
             last = self.ended.wait(0.5)
             self._say_that_it_starts()
             records = history(parse_lines(self.metrics.lines()))
-            if records:  # the run has continued after the error
+            if records:  # new steps: the run has continued after the error, so the command does not end with it
                 self._print_failure()
             for line in self.log.lines():
                 self._print(line)
@@ -87,7 +87,7 @@ class FollowRun:
                 self._show_progress(self.scores | record)
 
     def _say_that_it_starts(self) -> None:
-        """Print how long the run has been starting, until its first line of metrics, if no bar is shown."""
+        """Print for how long the run has been starting, until it has a line of metrics, if no progress bar is shown."""
         passed = time.monotonic() - self.printed
         if passed > self.silence and not (self.pace or shows_live(out) or self.ended.is_set()):
             out.print(f"starting for {passed:.0f} s: processes load PyTorch, then the first batches")
@@ -113,7 +113,7 @@ class FollowRun:
         """Show a line of metrics.jsonl on the progress bar, or print it where there is no terminal."""
         step = record["step"]
         text, left = progress_text(record), f"ETA {self.seconds_left(step):.0f} s"
-        self.bar.update(self.task, completed=step, rate=f"{left}  {text}")  # a narrow terminal cuts off the end
+        self.bar.update(self.task, completed=step, rate=f"{left}  {text}")  # ETA first: narrow terminals cut the end
         due = step >= min(self.next_step, self.steps) or time.monotonic() - self.printed > LONG
         if not shows_live(out) and due:
             out.print(f"step {step}/{self.steps} ({step / self.steps:.0%})  {text}  {left}", markup=False)

@@ -17,9 +17,9 @@ from eagleray.runs.step_trace import StepTrace, divided, divisible, trace_step
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # bytes of an accelerator's context, libraries' work space and buffers of exchanges
-SPLIT = 1.05  # factor by which the allocator takes more than the tensors, as freed blocks do not always fit
+SPLIT = 1.05  # ratio of the allocator's memory to the tensors', as new tensors do not always fit into freed blocks
 WAITING = 0.9  # share of the model's speed below which exchanges count as the limit of a step
-HIDDEN = 0.5  # share of a step, its backward pass, in which gradients are exchanged without a wait
+HIDDEN = 0.5  # share of a step's time, that of the backward pass, which overlaps with the exchange of gradients
 MODEL, EXCHANGE, HOST, INPUT, STORE = "model", "exchange between ranks", "host", "decoding", "store"
 OF_STEP, OF_INPUT = (MODEL, EXCHANGE, HOST), (INPUT, STORE)
 
@@ -39,7 +39,7 @@ class Devices:
         return self.name == "cpu"
 
     def rates_in(self, form: str) -> Rates | None:
-        """Return the rates in a number format. A run in fp32 does not use TF32 (`engine.precision`)."""
+        """Return the rates with the number format `form`. A run in fp32 does not use TF32 (`engine.precision`)."""
         return stated_rates(self.accelerator, tf32=False) if self.accelerator and form == "fp32" else self.rates
 
 
@@ -52,7 +52,7 @@ class TrainingSet:
     core_rate: float | None = None  # images/s that one loader process decodes and crops
     scaled_rate: float | None = None  # images/s with data.decode=scaled, if the recipe does not set it
     store_rate: float | None = None  # B/s that the store gives to the whole run
-    cpus: int | None = None  # CPU cores beside each device
+    cpus: int | None = None  # CPU cores per device
 
     def loaders(self, recipe: Recipe) -> int | None:
         """Return how many processes of a rank decode, each on a core; None if it depends on unknown `cpus`."""
@@ -181,7 +181,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTrace | None = None) -> Forecast:
-    """Forecast the memory and the speed of a run. `trace` is that of a training step; None: it is made here.
+    """Forecast the memory and the speed of a run. `trace` is that of a training step; None: the step is traced here.
 
     With `optim.micro_batch=auto` the forecast is for the whole batch or, if that does not fit, for the first
     micro-batch tried that fits; if none does, for the whole batch. Raises UserError when the recipe cannot be built, or
@@ -238,8 +238,8 @@ def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTra
 
 
 def step_rates(trace: StepTrace, speeds: Rates, devices: Devices, batch: int) -> dict[str, float]:
-    """Return the images/s of such steps by what limits them: the device, the device together with the exchanges that it
-    waits for, and the host."""
+    """Return the images/s of steps like `trace` by what may limit them: the device, the device together with the
+    exchanges that it waits for, and the host."""
     ranks, seconds = devices.ranks, speeds.seconds(trace)
     rates = {MODEL: batch / seconds}
     if ranks > 1:
@@ -274,7 +274,7 @@ def in_phase(recipe: Recipe, phase: PhaseViews) -> Recipe:
 
 
 def precision_of(recipe: Recipe, devices: Devices) -> str:
-    """Return the number format of a recipe on some devices. Raises UserError when these do not have it."""
+    """Return the number format of a recipe on some devices. Raises UserError when the devices do not support it."""
     half = "bf16" if devices.accelerator is None or devices.accelerator.bfloat16 else "fp16"
     form = recipe.precision
     if form == "auto":
@@ -292,7 +292,7 @@ def devices_of(name: str, device: Accelerator, ranks: int) -> Devices:
 
 
 def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
-    """Yield changes of keys with which a run that does not fit would fit, each with its forecast."""
+    """Yield changes of a recipe's keys, each of which would make the run fit into memory, with the new forecast."""
     recipe, devices, data = found.recipe, found.devices, found.data
 
     def attempt(changed: Recipe) -> Forecast | None:

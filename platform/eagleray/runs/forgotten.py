@@ -1,8 +1,7 @@
-"""Keep the list of images that a run has forgotten: in its order each is replaced as a broken image is.
+"""Keep the list of images that a run has forgotten. The run reads other images in their place, as for broken images.
 
-`forgotten.jsonl` has a line for each image. It is written last: a run that has it holds nothing that these images have
-changed, so the list counts from the first step on.
-"""
+`forgotten.jsonl` has a line for each image. It is written after everything that these images have changed was removed
+from the run, so the list holds from the first step on."""
 
 import json
 from collections import Counter, defaultdict
@@ -23,12 +22,12 @@ from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
 Lines = list[dict[str, Any]]
-KINDS = {"shard": str, "key": str, "step": int}  # the values of a line
+KINDS = {"shard": str, "key": str, "step": int}  # types of the values of a line
 
 
 def read_forgotten(out: str) -> Lines:
-    """Return the lines of a run's forgotten.jsonl: shard, key and the step from which the run went on without it. A
-    line without them is left out: a run's folder may come from a stranger."""
+    """Return the lines of a run's forgotten.jsonl: shard and key of an image, and the step from which the run went on
+    without it. Invalid lines are left out, as a run's folder may come from a stranger."""
     lines = parse_lines((run_store(out).get(layout.FORGOTTEN) or "").split("\n"))
     return [line for line in lines if {name: type(line.get(name)) for name in KINDS} == KINDS]
 
@@ -39,7 +38,7 @@ def write_forgotten(out: str, lines: Lines) -> None:
 
 
 def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
-    """Return the lines of samples that a run forgets, which goes on from a step."""
+    """Return the lines for `samples` that a run forgets. The run goes on without them from `step`."""
     names = [_name(index, shard) for shard in range(len(index.shards))]
     return [
         {"shard": names[int(index.shard[s])], "key": index.keys(s, s + 1)[0], "step": step} for s in sorted(samples)
@@ -47,7 +46,7 @@ def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
 
 
 def samples_of(index: Index, lines: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the samples that lines name by shard and key, wherever the shards are now."""
+    """Return the samples that lines name by shard and key, even if the shards were moved."""
     wanted = defaultdict[str, list[str]](list)
     for line in lines:
         wanted[line["shard"]].append(line["key"])
@@ -67,11 +66,11 @@ def unread_samples(index: Index, folder: Path) -> frozenset[int]:
 
 
 def told(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield how many images a run has forgotten at once, and from which step it went on without them."""
+    """Yield a text for each step from which a run went on after it had forgotten images, with their number."""
     for step, count in sorted(Counter(line["step"] for line in lines).items()):
         yield f"{count} image{'s' * (count > 1)}, training went on from step {step}"
 
 
 def _name(index: Index, shard: int) -> str:
-    """Return the name of a shard; all parts of a folder of images have one name, as the paths in it are unique."""
+    """Return the name of a shard. All parts of a folder of images have the folder's name, as its paths are unique."""
     return whole(index.shards[shard]).url.rpartition("/")[2]

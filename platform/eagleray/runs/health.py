@@ -1,8 +1,7 @@
 """Detect from a run's metrics what goes wrong: collapse, uniform output, instability, frozen weights, wrong images.
 
 Spikes of the gradient norm, and the layers in which they begin, follow figure 4 of Chen, Xie and He 2021,
-arXiv:2104.02057. docs/health.md gives the reason for each threshold.
-"""
+arXiv:2104.02057. docs/health.md gives the reason for each threshold."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from numpy.typing import NDArray
 
 from eagleray.runs.metrics import LOSS_SCALE, MONITOR_KNN, START_CKA
 
-LOOKS = 3  # measurements in a row after which a condition that may pass is a problem
-LATE = 6  # measurements in a row after which features that were never spread have collapsed
+LOOKS = 3  # measurements in a row for which most conditions must hold to be reported, as they may be temporary
+LATE = 6  # measurements in a row after which a collapse is reported if features were never spread out before
 SETTLED = 0.2  # share of the highest learning rate below which most conditions are ignored, as little is learnt
-GRACE = 2  # first measurements, at which features may still be as the random weights made them
+GRACE = 2  # number of first measurements that most checks skip, as features may still be those of random weights
 HISTORY = 100  # number of steps whose median is the usual gradient norm of a layer
 WARM = 30  # first steps, in which no spike is reported
 FACTOR = 20.0  # a spike exceeds this multiple of the median norm
@@ -138,8 +137,8 @@ class Spikes:
 
 
 def threshold(usual: NDArray[np.float64], middle: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return factors (L,) of the median above which a norm is a spike and not noise: SIGMAS robust deviations of the
-    logs of the norms so far (n, L), and at least FACTOR."""
+    """Return the multiple (L,) of each layer's median norm above which a norm is a spike: SIGMAS robust deviations of
+    the logs of past norms, and at least FACTOR. `usual` (n, L) are past norms, and `middle` (L,) their medians."""
     noise = 1.4826 * np.median(np.abs(np.log(np.maximum(usual, TINY) / middle)), 0)
     return np.maximum(FACTOR, np.exp(np.minimum(SIGMAS * noise, 50.0)))
 
@@ -149,18 +148,18 @@ class Health:
 
     def __init__(self, spikes: Spikes, lr: float = 0.0, frozen: float = 0.0) -> None:
         """`spikes` reads the gradient norms; `lr` is the highest learning rate of the run, and `frozen` the number of
-        steps in which the backbone is not to be trained."""
+        first steps in which the backbone is frozen."""
         self.lr, self.frozen, self.spikes = lr, frozen, spikes
         self.rows: dict[str, int] = {}  # by kind, measurements in a row at which a condition held
         self.told: set[str] = set()
-        self.looks, self.settled = 0, 0  # measurements, and those that count for repeated conditions
+        self.looks, self.settled = 0, 0  # number of measurements, and of those at which most conditions are checked
         self.curve: list[float] = []  # accuracies of the kNN monitor
         self.low = False  # whether the accuracy is in a dip
-        self.spread = False  # whether projections differed at some measurement
+        self.spread = False  # whether images had different projections at any measurement so far
 
     def gradients(self, first: int, norms: Sequence[Sequence[float]]) -> list[Finding]:
         """Return the spikes in the gradient norms (steps, L layers) of the steps from `first` on. Steps in which the
-        backbone is frozen are left out: compared with their norms of zero, all others were spikes."""
+        backbone is frozen are left out: their norms are zero, so compared with them all later norms would be spikes."""
         found = [self.spikes.add(step, row) for step, row in enumerate(norms, first) if step > self.frozen]
         return [Finding(s.step, "spike", str(s)) for s in found if s]
 
@@ -169,7 +168,7 @@ class Health:
         kNN curve only."""
         r = {name.removeprefix("health/"): value for name, value in record.items()}
         found = []
-        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # above 1 float16 overflows at times
+        if record.get("skipped_steps") and record.get(LOSS_SCALE, 0) < 1:  # a scale above 1 may overflow float16
             found.append(("non-finite", f"{record['skipped_steps']} steps had gradients that are not finite"))
         if "update" in r:
             self.looks += 1
@@ -196,7 +195,7 @@ class Health:
 
     def _dip(self, top1: float, error: float) -> str | None:
         """Return a text when the kNN accuracy falls below the median of the last measurements by more than three
-        times their noise, else None. A dip is reported at its first step."""
+        times their noise, else None. A dip is reported only at its first measurement."""
         before = self.curve[-8:]
         self.curve.append(top1)
         if len(before) < DIP:
@@ -219,7 +218,7 @@ def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
         )
     if r.get("same_views", 0) > 0.95:
         found.append(("same views", f"{100 * r['same_views']:.0f} % of the pixels of views 1 and 2 are equal"))
-    if "usage" in r:  # vectors compared with prototypes may lie in a narrow cone, so only their choice counts
+    if "usage" in r:  # features with prototypes may lie in a narrow cone, so only the prototypes they choose count
         if r["usage"] < 0.1:
             found.append(("collapse", f"all images choose the same prototypes (usage {r['usage']:.2g} of 1)"))
     elif r["projector_std"] < 0.1 or r["projector_rank"] < 2 or r["uniformity"] > -0.15:
@@ -255,7 +254,7 @@ def words(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Checked(NamedTuple):
-    """Findings that were looked for, each with how often, and findings that were not, each with the reason."""
+    """The kinds of findings that a run was checked for, with how often, and those that it was not, with the reason."""
 
     done: list[str]
     missing: list[str]
@@ -270,8 +269,8 @@ def checked(
     labelled: bool = True,
     started: bool = False,
 ) -> Checked:
-    """Return which findings the lines of metrics.jsonl allowed to look for. `lr` and `frozen` are as for `Health`,
-    `first` is the step that the run began with, and `started` says that it began with weights whose loss is watched."""
+    """Return which findings the lines of metrics.jsonl can show. `lr` and `frozen` are as for `Health`, `first` is the
+    step that the run began with, and `started` tells whether a guard compares its features with those at the start."""
     health = Health(Spikes([]), lr, frozen)
     for record in records:
         health.look(record)

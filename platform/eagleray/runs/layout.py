@@ -1,44 +1,44 @@
-"""Name the files in the folder of a run and in that of a sweep, each name once."""
+"""The names of all files in the folders of runs and sweeps, each defined once."""
 
 RECIPE = "recipe.yaml"  # the resolved recipe
 ENVIRONMENT = "environment.json"  # packages, machine and command
-FORECAST = "plan.json"  # what was expected of the run's memory and speed
-CHOICE = "choice.json"  # the samples that the run reads, with some images of them and of the others
-PROFILE = "profile"  # a folder: a trace of some steps, and a table of their dearest operations
+FORECAST = "plan.json"  # the forecast of the run's memory and speed
+CHOICE = "choice.json"  # the samples that the run reads, with examples of images that it reads and does not read
+PROFILE = "profile"  # a folder: a trace of some steps, and a table of their slowest operations
 METRICS = "metrics.jsonl"  # a line every `log_steps` steps
 STEPS = "steps.jsonl"  # a line for each step: its loss and its gradient norm
 HEALTH = "health.jsonl"  # a line for each finding
 HEALTH_PLOT = "health.png"
 NEIGHBOURS = "neighbours.png"  # some images at the end of the run, each with those nearest to it
-STARTS = "starts.jsonl"  # a line for each start, each last step and each orderly end
+STARTS = "starts.jsonl"  # a line for each start, for the last step, and for each end that is not a crash
 QUARANTINE = "quarantine.jsonl"  # a line for each bad sample
 FORGOTTEN = "forgotten.jsonl"  # a line for each image that the run has forgotten
 SKIPPED = "skipped.jsonl"  # a line for each step whose gradient was not finite
-START = "start.txt"  # what the run took over by `start`, and what not
+START = "start.txt"  # the weights that the run took over from the source that `start` names, and those it did not
 START_SCORES = "start.json"  # numbers of the backbone that the run started from
 MATERIALS = "materials.json"  # the images and weights that the run learns from, with digests and licences
-TEACHER = "teacher.txt"  # what the frozen teacher took over from `method.teacher.weights`
-WEIGHTS = "weights.txt"  # what the backbone took over from `backbone.weights`
+TEACHER = "teacher.txt"  # the weights that the frozen teacher took over from `method.teacher.weights`
+WEIGHTS = "weights.txt"  # the weights that the backbone took over from `backbone.weights`
 SUMMARY = "summary.json"  # the numbers of a finished run
-EVALUATION_STARTS = "evaluation_starts"  # a key of it while its scores are missing: how often they were begun
+EVALUATION_STARTS = "evaluation_starts"  # key of SUMMARY, while scores are missing: how often their evaluation began
 EVALUATION = "evaluation.json"  # the step of the last evaluation during training, and how often it was begun
 RESULTS = "results.json"  # written by `eagleray evaluate`
 LOG = "train.log"
 RAY_LOG = "ray.log"  # what Ray's libraries print in the process that directs the run
-PLACES = "checkpoints.json"  # the places of the checkpoints of a run that has ended
+PLACES = "checkpoints.json"  # the paths or URLs of the checkpoints of a run that has ended
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders of event files, where the recipe asks for them
 WANDB_ID = f"{WANDB}/id"  # the id of the run in Weights & Biases
 MLFLOW = "mlflow.json"  # the id of the run in MLflow
 CHECKPOINTS = "checkpoints"  # a folder
 EXPORT = "export"  # a folder: the backbone for timm
 PICTURES = "pictures"  # a folder: what evaluations have drawn
-# Notes between processes. They are removed when the run starts again.
-STOP = ".stop"  # somebody asks the run to save and stop; a command asks its own by .stop-<id of the command>
-FAILURE = ".failure"  # why no restart can mend the run
-FAILED = ".failed"  # why a trial is over
-COMMAND = ".command"  # the command that holds the run: a lock, or in a bucket the prefix of its claims
-OWNER = ".owner"  # the rank that writes the run, in the same way
-PLACEMENT = ".placement"  # what the workers of a trial hold on the cluster
+# Marker files, by which processes tell each other something. They are removed when the run starts again.
+STOP = ".stop"  # asks the run to save and stop; a command asks its own run by .stop-<id of the command>
+FAILURE = ".failure"  # why restarting the run cannot help
+FAILED = ".failed"  # why a trial has failed for good
+COMMAND = ".command"  # the lock of the command that holds the run, or in a bucket the prefix of its claims
+OWNER = ".owner"  # the lock, or the prefix of the claims, of the rank that writes the run
+PLACEMENT = ".placement"  # the id of Ray's placement group with the resources of a trial's workers
 # Files in the folder of a sweep.
 SWEEP = "sweep.yaml"  # the sweep with which the folder was begun
 SWEEP_ROWS = "trials.jsonl"  # a row for each trial

@@ -1,9 +1,9 @@
-"""Hold a run in a store for one process by a lease, whose epoch grows with every claim.
+"""Claim a run in a store for one process by a lease, whose epoch grows with every claim.
 
-A claim creates the file `<name>-<epoch>`, which a store lets only one process do, and writes it repeatedly as a sign of
-life, whose age is told by the store's own clock. The lease is lost when a file of a later epoch exists, whatever clocks
-say. A listing may be out of date: a listed claim that is gone has had a successor, and an unlisted claim is met by the
-process that tries to create its file."""
+A process claims the lease by creating the file `<name>-<epoch>`, which a store lets only one process do. It rewrites
+the file regularly as a sign of life, whose age is measured by the store's clock. The lease is lost when a file of a
+later epoch exists, whatever clocks say. A listing may be out of date: a listed claim that is gone has had a successor,
+and a process meets a claim that is not listed yet when it tries to create the same file."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ from eagleray.storage import store
 BEAT = 10.0  # seconds between two signs of life
 DEAD = 35.0  # seconds without a sign of life after which a lease counts as given up
 SETTLE = 1.0  # seconds after which a claim is read back, as some stores let two processes create one file
-TRIES = 20  # claims in a row, made too late or refused by the store, after which a process gives up
-AGAIN = 3  # times that claims are listed before they are given up, as all listed ones were deleted meanwhile
+TRIES = 20  # failed claims in a row, as others were faster or the store refused, after which a process gives up
+AGAIN = 3  # most listings of claims; another one is needed if all listed claims were deleted before they were read
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,15 @@ class Lease(Background):
         self.renewed = time.monotonic()
 
     def close(self) -> None:
-        """Let others claim the lease at once. Its file stays, so that the next epoch is higher."""
+        """Release the lease, so that others can claim it at once. Its file stays, so that the next epoch is higher."""
         super().close()
-        with contextlib.suppress(UserError, Outage, OSError):  # otherwise they wait until it is given up
+        with contextlib.suppress(UserError, Outage, OSError):  # if this fails, others have to wait for DEAD seconds
             self.check()
             store.put_bytes(_url(self.out, self.held_as, self.epoch), self._record(released=True))
         self.at_end()
 
     def _is_mine(self, epoch: int) -> bool:
-        """Return whether the claim of an epoch is this process's. A claim that has gone had a successor."""
+        """Return whether this process has made the claim of an epoch. It is False if the claim's file was deleted."""
         try:
             return bool(_look(self.out, self.held_as, epoch)[0].get("id") == self.id)
         except FileNotFoundError:

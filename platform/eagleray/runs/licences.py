@@ -1,11 +1,11 @@
-"""Say which licences are free of conditions, what some others ask for, and which one a file's name implies."""
+"""List licences without conditions and the conditions of some others, and tell a file's licence from its name."""
 
 import re
 
 UNKNOWN = "unknown"
 # Licences that ask for no more than attribution.
 FREE = {"apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0", "cc0-1.0", "cc-by-4.0"}
-# Conditions of other licences, by the beginnings of their names. The licence itself decides.
+# Conditions of other licences, in short, by the beginnings of their names. Only the text of a licence is binding.
 TERMS = {
     "dinov3-license": "which wants copies to stay under it, with its text, and forbids military and nuclear uses",
     "cc-by-nc": "which forbids commercial use",

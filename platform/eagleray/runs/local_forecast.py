@@ -1,4 +1,5 @@
-"""Forecast a run on a named accelerator or on this machine, whose speed is measured, and refuse one that cannot fit."""
+"""Forecast a run on a named accelerator or, at its measured speed, on this machine, and refuse runs without enough
+memory."""
 
 import io
 import itertools
@@ -43,7 +44,7 @@ SMALL = 0.01  # share of a CPU's memory below which a run's weights and images c
 STATE = 4  # size of weights, gradients and two moments as a multiple of the weights
 FILES = 16  # images that are decoded to measure the input
 IMAGES = 4  # images per measured step
-LEAST = 1.0  # least seconds of measured steps: two or more, after one to warm up; the fastest counts
+LEAST = 1.0  # least seconds for which steps are measured: at least two after a warm-up step; the fastest counts
 SECONDS = 0.4  # seconds for which decoding is measured
 IMAGE_BYTES = 115_000  # mean bytes of an image file in ImageNet-1k: 147 GB for 1.28 M images
 
@@ -223,8 +224,8 @@ def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable
 
 
 def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True, scaled: bool = False) -> float:
-    """Return how many images per second one loader process prepares for a recipe with these image files. `gpu` says
-    whether it trains on a GPU or on this process's device, and `scaled` is for data.decode=scaled. Raises UserError."""
+    """Return how many images per second one loader process prepares for a recipe from these image files. `gpu`: for
+    training on a GPU, else on this process's device. `scaled`: with data.decode=scaled. Raises UserError as `packs`."""
     channels, views = recipe.data.channels if files else (), Views.of(recipe.views)
     packed = packs(recipe.data.crops, views.views, torch.device("cuda") if gpu else devices.current())
     scaled |= recipe.data.decode == "scaled"
@@ -240,10 +241,10 @@ def decoding_rate(
     channels: Sequence[Channel] = (),
     packed: bool = False,
 ) -> float:
-    """Return how many images per second one core of this machine decodes, and crops into the views or packs.
+    """Return how many images per second a CPU core decodes and then crops or, if `packed`, packs for a device to crop.
 
-    `files` are image files with these `channels`. Without any, one of ImageNet's usual size is generated. `scaled` and
-    `packed` are as in a Stream."""
+    `files` are image files with these `channels`. Without any, one of ImageNet's usual size is generated. `scaled` is
+    as in a Stream."""
     files = files or [photograph()]
     out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
     packer, images = Packer(views, planes(channels)), 0

@@ -34,8 +34,8 @@ from eagleray.storage import store
 
 
 def record(plan: Plan, folder: Path, *, first: bool) -> None:
-    """Write the materials of a run into its folder. The weights are those of its `first` start, before any step. Raises
-    UserError when weights cannot be read, or have a record that eagleray has not written."""
+    """Write the materials of a run into its folder. Weights are recorded at its `first` start, and kept at later ones.
+    Raises UserError when weights cannot be read, or have a record that eagleray has not written."""
     known = () if first else in_folder(folder)
     weights = [m for m in known if m.key != IMAGES]
     if first:
@@ -45,13 +45,13 @@ def record(plan: Plan, folder: Path, *, first: bool) -> None:
 
 
 def in_folder(folder: Path) -> tuple[Material, ...]:
-    """Return the materials that a run's folder lists, none without a list. Raises UserError when it is damaged."""
+    """Return the materials that a run's materials.json lists; none without it. Raises UserError when it is damaged."""
     path = folder / layout.MATERIALS
     return parse_record(path.read_text(), str(path)) if path.exists() else ()
 
 
 def images_of(plan: Plan) -> Material:
-    """Return the training images. Their licence is that of a data card beside them, else of the recipe's source."""
+    """Return the training images as a material, with the licence in the data card beside them, else in the recipe."""
     licences: dict[str, None] = {}
     homes = (store.parent(blob.url) for blob in plan.index.shards)
     for home, source in dict.fromkeys(zip(homes, plan.index.sources, strict=True)):
@@ -65,8 +65,8 @@ def images_of(plan: Plan) -> Material:
 
 
 def weights_of(key: str, source: str) -> Material:
-    """Return the weights that a key of the recipe names as a material. A run or an export of eagleray has its own
-    record of its materials. Raises UserError when the weights cannot be read."""
+    """Return the weights that a key of the recipe names, as a material. Weights of a run or an export of eagleray come
+    with a record of what they were made from. Raises UserError when the weights cannot be read."""
     name, given = published(source), f"{key}={source}"
     if source.startswith(TIMM):
         settings = timm.get_pretrained_cfg(source.removeprefix(TIMM))
@@ -76,7 +76,7 @@ def weights_of(key: str, source: str) -> Material:
     if source.startswith(HF):
         repository = source.removeprefix(HF)
         stated = ""
-        with contextlib.suppress(UserError):  # it may have no card, or the Hub may be out of reach
+        with contextlib.suppress(UserError):  # the repository may have no card, or the Hub may be out of reach
             stated = in_card(hub.fetch(repository, ["README.md"], given=given).read_text(errors="replace"))
         digest = sha256(hub.fetch(repository, given=given))
         return Material(key=key, source=name, digest=digest, licences=(stated or by_name(repository),))
@@ -89,7 +89,7 @@ def weights_of(key: str, source: str) -> Material:
 
 
 def of_file(key: str, name: str, path: Path) -> Material:
-    """Return the weights in a file of an export, in a checkpoint of a run, or in a file from elsewhere."""
+    """Return the weights in a file as a material: of an export, of a checkpoint of a run, or from elsewhere."""
     digest, about = sha256(path), path.with_name(provenance.NAME)
     if about.exists() and (facts := provenance.read(about)).files.get(path.name) == digest:
         licences = (facts.licence,) if facts.licence else ()
@@ -110,8 +110,8 @@ def newest_digest(out: str) -> str:
 def facts_of(
     recipe: Recipe, out: str, folder: Path, network: Network, *, features: int, parameters: int, steps: int | None
 ) -> Provenance:
-    """Return the facts about weights of the run at `out`, whose files on this machine are in `folder`. Raises
-    UserError."""
+    """Return the facts about weights of the run at `out`, whose files on this machine are in `folder`. Raises UserError
+    when its record of materials is damaged."""
     starts = read_starts(folder / layout.STARTS)
     noted = {name: tuple(dict.fromkeys(str(s[name]) for s in starts if name in s)) for name in DIGESTS[1:]}
     return Provenance(

@@ -1,9 +1,8 @@
 """Fit the steps of a run into a device's memory, and say which keys help where it is exhausted.
 
-The largest micro-batch is found by trials before training. Two trial steps in small micro-batches show what a step
-takes beside the backbone's activations, and two trials of the backbone alone what each image adds. The steps alone do
-not show that: while micro-batches are small, heads and loss may take more than the backbone.
-"""
+The largest micro-batch is found by trials before training. Two trial steps with small micro-batches show the memory
+that a step takes beside the backbone's activations, and two trials of the backbone alone how much each image adds. The
+trial steps alone do not show this, as with small micro-batches heads and loss may take more than the backbone."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from eagleray.views.sampling import Views
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images per micro-batch in two trial steps, whose peaks give the memory for each image
 SHARE = 0.9  # share of the free memory that a step may take; the rest is for fragmentation and libraries
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # moments per weight; others are allocated before any step
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # moments per weight, allocated in step 1; those of sgd earlier
 
 
 @contextmanager
@@ -83,10 +82,10 @@ def choose_micro_batch(
 ) -> int | None:
     """Return the number of images to pass through the backbone at once, the same on all ranks; None: all of them.
 
-    `rows` are the numbers of images of all ranks, and `model` is the module that a step calls if it is not the method.
+    `rows` is the number of images of each rank, and `model` the module that a step calls if it is not the method.
     `allocated` is the bytes that the optimiser's moments take already, such as after reading a checkpoint. `loader`
-    prepares the batches, which take memory before they are trained on. Weights, buffers and random numbers are
-    unchanged afterwards. Called by all ranks together."""
+    prepares the batches, which take memory before they are trained on. Weights, buffers and the state of random number
+    generators are unchanged afterwards. Called by all ranks together."""
     device = next(method.parameters()).device
     if why := unmeasured(method, device):
         log.info("optim.micro_batch=auto: no micro-batches, because %s", why)
@@ -96,7 +95,7 @@ def choose_micro_batch(
     alone = [backbone_peak(method, batch, precision, size) for size in SIZES]
     trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
     moments = max(trained * MOMENTS.get(recipe.optim.name, 0) - allocated, 0)  # the first step allocates them
-    later = moments + trained * (len(rows) > 1)  # DDP's buckets hold the gradients again
+    later = moments + trained * (len(rows) > 1)  # DDP's buckets hold a copy of the gradients
     later += bytes_ahead(loader) if loader else 0
     images = min(dist.gather_objects(room(steps, alone, SHARE * usable_memory(device) - later)))
     groups = forwards(recipe, max(rows))
@@ -116,8 +115,8 @@ def unmeasured(method: Method, device: torch.device) -> str:
 
 
 def bytes_ahead(loader: Loader) -> int:
-    """Return the bytes of the batches that a device prepares during a step: one that is ready, and one that is being
-    cropped and coloured, measured on the heaviest. Without streams there are none."""
+    """Return the bytes of the batches that a device prepares during a step: a ready one, and one that is being cropped
+    and augmented, measured on the heaviest possible batch. A device without streams prepares none."""
     if not devices.has_streams(loader.device):
         return 0
     reset_peak(loader.device)
@@ -127,16 +126,16 @@ def bytes_ahead(loader: Loader) -> int:
 
 
 def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:
-    """Return how many images can have their activations in `limit` bytes at once.
+    """Return for how many images a step within `limit` bytes can hold the activations at once.
 
-    `steps` are the peaks of a step in micro-batches of SIZES, and `alone` those of the backbone with as many images."""
+    `steps` are the peak bytes of steps in micro-batches of SIZES, `alone` those of the backbone on SIZES images."""
     each = max((peaks[1] - peaks[0]) / (SIZES[1] - SIZES[0]) for peaks in (steps, alone))
     return SIZES[1] + (limit - steps[1]) / max(each, 1.0)
 
 
 def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
-    """Return for each size of the recipe's views how many images pass through the backbone together, and the pixels of
-    such an image as a share of those of the largest."""
+    """Return for each size of the recipe's views how many images pass through the backbone together, and an image's
+    number of pixels as a share of that of the largest size."""
     sizes = [v.size for v in Views.of(recipe.views).views]
     return [(images * sizes.count(size), (size / max(sizes)) ** 2) for size in sorted(set(sizes))]
 
@@ -144,13 +143,14 @@ def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
 def held(groups: Sequence[tuple[int, float]], size: int) -> float:
     """Return for how many images of the largest size a step holds activations at once, in micro-batches of `size`.
 
-    A forward pass of more images is divided, and its parts are recomputed one by one. The others are held together."""
+    A forward pass of more than `size` images is split, and one part at a time is recomputed. The activations of all
+    smaller forward passes are held at once."""
     whole = sum(n * area for n, area in groups if n <= size)
     return whole + max((size * area for n, area in groups if n > size), default=0.0)
 
 
 def set_micro_batch(method: Method, size: int | None) -> None:
-    """Let every backbone of a method take `size` images at once; None: all of them."""
+    """Let every backbone of a method take `size` images at once, or with None the whole batch."""
     for backbone in backbones(method):
         backbone.micro_batch = size
 
@@ -161,7 +161,7 @@ def backbones(method: Method) -> list[Backbone]:
 
 
 def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> Batch:
-    """Return a batch of gray images with the sizes of the recipe's views, as many as this rank has in a step."""
+    """Return a batch of blank images with the sizes of the recipe's views, as many as this rank has in a step."""
     images = rows[dist.rank()]
     views = [torch.zeros(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     index = torch.arange(images, device=device)
@@ -169,7 +169,7 @@ def blank_batch(recipe: Recipe, rows: tuple[int, ...], device: torch.device) -> 
 
 
 def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, size: int, model: nn.Module) -> int:
-    """Return the peak memory in bytes of the loss and its gradients in micro-batches of `size` images."""
+    """Return the peak memory in bytes of the loss and its gradients, with micro-batches of `size` images."""
 
     def loss() -> Tensor:
         set_micro_batch(method, size)
@@ -179,7 +179,7 @@ def step_peak(method: Method, batch: Batch, at: Progress, precision: Precision, 
 
 
 def backbone_peak(method: Method, batch: Batch, precision: Precision, size: int) -> int:
-    """Return the peak memory in bytes of the trained backbone's vectors and their gradients, for `size` images of the
+    """Return the peak memory in bytes of the trained backbone's forward and backward pass, for `size` images of the
     batch's largest views."""
     trained = next(b for b in backbones(method) if any(p.requires_grad for p in b.parameters()))
     largest = max(batch.views, key=lambda view: view.shape[-1])
@@ -193,7 +193,7 @@ def backbone_peak(method: Method, batch: Batch, precision: Precision, size: int)
 
 
 def trial_peak(method: Method, loss: Callable[[], Tensor], precision: Precision) -> int:
-    """Return the peak memory in bytes of a loss and its gradients, after which the method is as before."""
+    """Return the peak memory in bytes of a loss and its gradients, and leave the method unchanged."""
     device = next(method.parameters()).device
     with untouched(method):
         reset_peak(device)
@@ -242,6 +242,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def usable_memory(device: torch.device) -> int:
-    """Return the bytes of a device that this process holds or could get."""
+    """Return the bytes of a device's memory that this process has reserved or could still reserve."""
     free, _ = torch.accelerator.get_memory_info(device)
     return int(free + torch.accelerator.memory_reserved(device))

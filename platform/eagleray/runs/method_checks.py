@@ -1,4 +1,4 @@
-"""Check that a method keeps the promises of every method, with small random batches and without reference values."""
+"""Check that a method does what every method has to, on small random batches and without reference values."""
 
 import inspect
 import tempfile
@@ -31,7 +31,7 @@ from eagleray.runs.monitor import Monitor
 from eagleray.runs.recipe import Recipe, Watch
 from eagleray.runs.start_guard import Anchor
 
-STEPS = 4  # steps of a rehearsal; ten are an epoch
+STEPS = 4  # training steps of a rehearsal; an epoch has ten
 IMAGES = 100  # size of the imaginary training set
 SMALL: dict[str, Any] = {
     "backbone": {
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     },
     "evaluate": {"size": 16, "resize": 16},
 }
-# Operators of PyTorch, and READS, methods of a tensor, that make the host wait for a GPU.
+# Operators of PyTorch (WAITS) and methods of tensors (READS) that make the host wait for a GPU.
 WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")}
 WAITS |= {f"aten::{name}" for name in ("_unique", "_unique2", "unique_dim", "unique_consecutive")}
 WAITS |= {"aten::index", "aten::index_put_"}  # these two wait if the index is a mask
@@ -76,14 +76,15 @@ class MethodReport:
 
 
 def small_tree(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a small recipe with this method section and as few views as the method works with. Raises UserError."""
+    """Return a small recipe with this `method` section and as few views as the method works with. Raises UserError if
+    there is no such method."""
     least, _ = config.part_constant("eagleray.methods", section.get("name", ""), "views")
     return {**SMALL, "method": dict(section), "views": [{"size": 16, "count": least}]}
 
 
 def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
-    """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first promise that the
-    method breaks, and UserError when the recipe is wrong."""
+    """Check the method of a recipe, whose `tree` needs no data. Raises PluginError for the first check that the method
+    fails, and UserError when the recipe is wrong."""
     recipe = recipes.check(dict(tree), "check_method")
     name = f"method {recipe.method.name!r}"
     unit = check_method(recipe).norm_group or 3
@@ -110,7 +111,7 @@ def check(tree: Mapping[str, Any], tolerance: float) -> MethodReport:
 
 
 def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
-    """Return V random views (images, 3, S, S). They depend only on the step and the recipe's views."""
+    """Return random views (images, channels, size, size). They depend only on the step and the recipe's views."""
     # Seeds 0 to 3 are avoided: one of their images puts a hidden unit of byol_regions so near to the kink of ReLU that
     # rounding changes the gradient.
     generator = torch.Generator().manual_seed(10 + step)
@@ -119,7 +120,7 @@ def global_batch(recipe: Recipe, step: int, images: int) -> list[Tensor]:
 
 
 def global_boxes(recipe: Recipe, step: int, images: int) -> Tensor:
-    """Return random boxes (V, images, 4) of the views, half of which are flipped."""
+    """Return random boxes (views, images, 4) of the recipe's views, each flipped with probability 0.5."""
     generator = torch.Generator().manual_seed(1000 + step)
     views = sum(v.count for v in recipe.views)
     first = 0.5 * torch.rand(views, images, 2, generator=generator)
@@ -130,7 +131,7 @@ def global_boxes(recipe: Recipe, step: int, images: int) -> Tensor:
 
 
 def rank_batch(recipe: Recipe, step: int, rows: tuple[int, ...], rank: int, classes: int | None) -> Batch:
-    """Return one rank's share of the global batch; `rows` are the numbers of images of all ranks."""
+    """Return one rank's share of the global batch. `rows` is the number of images of each rank."""
     mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     images = torch.arange(sum(rows))
     views = [view[mine] for view in global_batch(recipe, step, sum(rows))]
@@ -147,7 +148,7 @@ def rehearse(
     resume: Rehearsal | None = None,
     own_optimizer: bool = False,
 ) -> Rehearsal:
-    """Train one rank on random batches, from the state after `resume` if it is given.
+    """Train one rank on random batches, beginning with the state at the end of the rehearsal `resume` if it is given.
 
     Without `own_optimizer` the optimiser is SGD, as Adam makes whole steps of rounding errors where the true gradient
     is zero, such as that of the bias of keys."""
@@ -231,7 +232,7 @@ def _rank(
 
 
 def difference(ours: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
-    """Return |ours - want| / |want|. Each side is a mapping of gradients by name, taken as one vector."""
+    """Return the norm of `ours` - `want` divided by that of `want`. All gradients of a mapping form one vector."""
     assert ours.keys() == want.keys()
     away = torch.cat([(ours[n] - w).flatten().double() for n, w in want.items()]).norm()
     return float(away / torch.cat([w.flatten().double() for w in want.values()]).norm())

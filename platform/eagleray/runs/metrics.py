@@ -1,4 +1,4 @@
-"""Define every number that a run reports once: its key, meaning, unit and where it is shown."""
+"""Define every metric that a run reports, in one place: its key, its meaning, its unit and where it is shown."""
 
 from typing import Literal, NamedTuple
 
@@ -30,8 +30,8 @@ KNN_TOP1, KNN_TOP5, LINEAR_TOP1 = "knn/top1", "knn/top5", "linear/top1"
 CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR = "crops/found", "crops/lidar", "crops/lidar_error"
 CLASSIFIER_TOP1, CLASSIFIER_TOP5 = "classifier/top1", "classifier/top5"
 CLASSIFIER_MEAN = "classifier/mean_per_class"
-UNTRAINED = "_untrained"  # ending of the keys of numbers of an untrained backbone
-AT_START = "_start"  # ending of the keys of numbers of the backbone that the run started from
+UNTRAINED = "_untrained"  # ending of the keys of an untrained backbone's scores
+AT_START = "_start"  # ending of the keys of the scores of the backbone that the run started from
 START_KNN, START_FOUND, START_CKA, START_RANK = "start/knn", "start/found", "start/cka", "start/rank"
 
 METRICS = {
@@ -101,7 +101,7 @@ METRICS = {
     )
 }  # fmt: skip
 
-# Keys of accuracies of methods that learn from labels, and of evaluations of frozen features.
+# Keys of the accuracies of methods that learn from labels (CLASSIFIED) and of frozen features (FROZEN).
 CLASSIFIED = (CLASSIFIER_TOP1, CLASSIFIER_TOP5, CLASSIFIER_MEAN)
 FROZEN = (LINEAR_TOP1, KNN_TOP1, KNN_TOP5)
 

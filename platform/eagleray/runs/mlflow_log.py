@@ -1,8 +1,8 @@
 """Send the numbers of a run to MLflow while it trains, through the queue of MLflow's client. Training never waits.
 
-One request is on its way at a time, so that numbers arrive in order. After an outage the run is opened again, and the
-lines of metrics.jsonl that the server lacks are sent. The load of the machine is measured in the names and units of
-MLflow."""
+Only one request is on its way at a time, so that numbers arrive in order. After an outage the run is opened again, and
+the lines of metrics.jsonl that the server lacks are sent. The load of the machine is sent under the names and in the
+units that MLflow uses."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ from eagleray.runs.tracking import DataInput, Tracking, reserve
 log = logging.getLogger(__name__)
 LOAD = 30.0  # seconds between two measurements of the machine's load, and between attempts during an outage
 SOON = 2.0  # seconds for which the end of a run waits for MLflow without a message
-LONGEST = 60.0  # further seconds for which it waits at most, for the opening of the run and for a request each
+LONGEST = 60.0  # most seconds for which it then waits until the run is open, and again until a request is answered
 MEGA = 1e6
 GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")  # fields that nvidia-smi is asked for
 
@@ -45,8 +45,8 @@ class MLflow:
         self.batch: list[Any] = []  # numbers of the request on its way
         self.flying: Future[Any] | None = None
         self.loads: deque[Any] = deque(maxlen=10 * MOST)
-        self.ready = self.away = self.over = False  # whether the run is open, cannot be reached, or takes nothing more
-        self.began = now()  # time of lines of the file, fixed as MLflow keeps a number with two times twice
+        self.ready = self.away = self.over = False  # the run is open, MLflow is unreachable, nothing more is sent
+        self.began = now()  # time given to lines of metrics.jsonl; MLflow would store a line again with another time
         self.closing = threading.Event()
         configure(REPLY)
         self.thread = threading.Thread(target=self._watch, name="mlflow", daemon=True)
@@ -78,7 +78,7 @@ class MLflow:
                     [self.flying] = sent._operation_futures
 
     def _landed(self) -> None:
-        """Record whether the request that has ended has brought its numbers to the server."""
+        """Record that the numbers of the request that has ended are on the server or, if it failed, still to send."""
         assert self.flying is not None
         error, self.flying = self.flying.exception(), None
         if error:
@@ -116,8 +116,8 @@ class MLflow:
             self._lost(e)
 
     def _lost(self, error: BaseException) -> None:
-        """Log in one line that MLflow gets nothing now, or nothing any more if only a person can mend the error.
-        The numbers of the request are kept to be sent again."""
+        """Log in one line that MLflow gets nothing for now, or nothing any more if only a person can resolve the error.
+        The numbers of the failed request are kept, to be sent again."""
         if self.batch:
             self.waiting, self.batch = self.batch + self.waiting, []
         error, known, self.ready, self.away = told(self.uri, error), self.away, False, True
@@ -129,7 +129,7 @@ class MLflow:
 
     def close(self, status: str, files: Sequence[Path]) -> None:
         """Send the remaining numbers and the files, and end the run with a `status` of MLflow. The backbone of a
-        finished run with an export becomes a model. Open requests are waited for, about twice LONGEST at most."""
+        finished run with an export becomes a model. This waits for open requests, at most about twice LONGEST."""
         self.closing.set()
         if self.over:
             return
@@ -163,7 +163,7 @@ class Machine:
         self.network = network()
 
     def look(self) -> dict[str, float]:
-        """Return the present load, by MLflow's names of its numbers."""
+        """Return the current load of the machine, by the names that MLflow gives to these metrics."""
         memory, before, self.network = psutil.virtual_memory(), self.network, network()
         found = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -172,7 +172,7 @@ class Machine:
             "network_receive_megabytes": (self.network[0] - before[0]) / MEGA,
             "network_transmit_megabytes": (self.network[1] - before[1]) / MEGA,
         }
-        with contextlib.suppress(OSError):  # a disk may have gone
+        with contextlib.suppress(OSError):  # the disk may have been unmounted
             disk = shutil.disk_usage(self.folder)
             found["disk_usage_percentage"] = 100 * disk.used / disk.total
             found["disk_available_megabytes"] = disk.free / MEGA

@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 NAME = "backbone"  # the model's name in its run
 COMMIT = "mlflow.source.git.commit"
 BEST = "best"  # alias of the best version; MLflow itself calls the last version NAME/latest
-SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first that a run has decides which version is the best
+SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first of these that a run has tells how good its version is
 STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # tags of a model
 PACKAGES = ("mlflow", "timm", "torch", "torchvision", "pillow", "safetensors", "numpy", "pandas")
 COLUMN = "image"  # name of the column with image files in the model's input table
 ROOT = Path(__file__).parents[1]
-# Maps the files that become the model's code to their names there, which no other package has.
+# Maps files of this package to the names of their copies in a model's code, names that no other package has.
 CODE = {"runs/embedder.py": "eagleray_embedder", "data/decode.py": "eagleray_decode"}
 CODE |= {"data/pixels.py": "eagleray_pixels", "views/crop.py": "eagleray_crop", "data/tiff.py": "eagleray_tiff"}
 CODE |= {"data/channels.py": "eagleray_channels", "views/colours.py": "eagleray_colours"}
@@ -58,7 +58,7 @@ class Backbone(NamedTuple):
 
 def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
     """Store a finished run's backbone as a model of its run, with the run's parameters and last numbers, and register
-    it if it has a name to be registered under. Returns whether it was missing.
+    it if `backbone.register` names a registered model. Returns whether the model was missing.
 
     A second call changes nothing. Raises UserError when the model cannot be made, and what MLflow's client raises."""
     from mlflow.entities import LoggedModelOutput, Metric
@@ -76,7 +76,7 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
                 save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
             client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
         client.finalize_logged_model(model.model_id, "READY")
-    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # MLflow stores equal ones once
+    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # equal ones are stored only once
     if {m.key for m in last} - {m.key for m in model.metrics or ()}:
         given = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id) for m in last]
         client.log_batch(run_id, given)
@@ -89,7 +89,7 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
 
 
 def known_model(client: Any, run: Any, step: int | None = None) -> Any:
-    """Return the model that a run stored at a step, or at its last one, or None if there is none."""
+    """Return the model that a run stored at `step` or, with None, the one of its last step; None if there is none."""
     there = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     steps = {int(m.tags[STEP]): m for m in there if STEP in m.tags}
     return steps.get(max(steps, default=0) if step is None else step)
@@ -97,7 +97,7 @@ def known_model(client: Any, run: Any, step: int | None = None) -> Any:
 
 def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None, run_id: str | None = None) -> None:
     """Write the model as MLflow lays it out: export, code, signature, an example and the packages that it needs. The
-    same module is pickled beside the export, for `mlflow.pytorch.load_model`."""
+    backbone is also pickled as a module beside the export, for `mlflow.pytorch.load_model`."""
     import pandas as pd
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
@@ -144,7 +144,7 @@ def write_code(folder: Path) -> list[str]:
 
 
 def example_image(channels: int = 0) -> bytes:
-    """Return a small PNG, the model's example of an input, or a TIFF with this number of `channels`."""
+    """Return the model's example of an input: a small PNG or, with `channels`, a TIFF with this number of channels."""
     ramp = np.linspace(0, 255, 32, dtype=np.uint8)
     if channels:
         write_pages(file := io.BytesIO(), np.broadcast_to(ramp[:, None, None], (32, 32, channels)).astype(np.float32))
@@ -157,8 +157,8 @@ def example_image(channels: int = 0) -> bytes:
 def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> str:
     """Register a model as a version of `name`, and return the version. A second call finds the same version.
 
-    The alias `best` moves to it if its score is above that of the version that has it, measured on the same data, or
-    if no version has it yet."""
+    The alias `best` moves to this version if no version is `best` yet, or if its score is above that of the best one
+    so far, measured on the same data."""
     from mlflow.exceptions import MlflowException
 
     try:

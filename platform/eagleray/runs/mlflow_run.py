@@ -80,7 +80,7 @@ def asking(uri: str) -> Iterator[None]:
 
 def connect(uri: str) -> Any:
     """Return a client of the server. A missing SQLite file is first made under another name, as a process that is
-    killed half-way would leave a useless file, and two runs that begin at once would damage each other's."""
+    killed half-way would leave a useless file, and two runs that begin at once would damage the same file."""
     from mlflow import MlflowClient
 
     path = Path(uri.removeprefix("sqlite:///"))
@@ -89,7 +89,7 @@ def connect(uri: str) -> Any:
             made = Path(folder) / path.name
             MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
             try:
-                os.link(made, path)  # a link, unlike a move, never replaces another's file
+                os.link(made, path)  # a link, unlike a move, never replaces the file of another process
             except FileExistsError:
                 pass
             except OSError:  # a file system without links
@@ -139,7 +139,7 @@ class MLflowRun:
         """`note` is a file that stores the run's id, so that restarts do not create a second run on the same server.
         `inputs` are the data sets that the run reads."""
         self.tracking, self.note, self.name, self.params, self.inputs = tracking, note, name, params or {}, inputs
-        self.latest: dict[str, int] = {}  # last step of every metric at the server
+        self.latest: dict[str, int] = {}  # last step of each metric that the server has
         self.sent = Counter[str]()  # counts of what was sent, by kind
         self.client: Any = None
         self.run: Any = None  # the server's answer when the run was opened
@@ -250,8 +250,8 @@ class MLflowRun:
         return UserError(f"MLflow at {uri}: the {what} {name} was deleted there; `{command}` brings it back")
 
     def new(self, metrics: Iterable[Any]) -> list[Any]:
-        """Return the numbers of steps that the server does not have, and those of the machine.
-        Numbers of a step that a restart takes again are left out."""
+        """Return the metrics of steps after the last one that the server has, and all metrics of the machine's load.
+        Thus metrics of steps that a restart takes again are left out."""
         system = "system/"
         return [m for m in metrics if m.key.startswith(system) or m.step > self.latest.get(m.key, -1)]
 
@@ -270,7 +270,7 @@ class MLflowRun:
         self.send([m for m in metrics if m.step not in there[m.key]])
 
     def end(self, status: str, files: Iterable[Path], folder: Path | None = None) -> None:
-        """End the run with a status; an empty one leaves the run's as it is. Send its files.
+        """End the run with a `status`, or with an empty one leave its status as it is, and send its files.
         If `folder` is given, send its summary as tags and the backbone exported there as a model."""
         with asking(self.tracking.uri):
             if status and self.client.get_run(self.id).info.status != status:
@@ -306,7 +306,7 @@ class MLflowRun:
 
     def store_model(self, folder: Path) -> None:
         """Store the backbone in a run's folder as a model.
-        An error that waiting cannot mend, such as of a server without models, is logged as a warning."""
+        An error that waiting cannot resolve, such as of a server without models, is logged as a warning."""
         from eagleray.runs.mlflow_model import Backbone, log_model
 
         size, resize = self.params.get("evaluate.size", 224), self.params.get("evaluate.resize", 256)
@@ -321,8 +321,8 @@ class MLflowRun:
 
 
 def send_missing(folder: Path, tracking: Tracking, params: Mapping[str, Any], status: str) -> str:
-    """Send what MLflow lacks of a run that nobody works on, and return what that was, in words. The run is created if
-    there is none, and gets the status. Raises UserError, and Outage when the server stays away."""
+    """Send what MLflow lacks of a run that no process works on, and return in words what was sent. The run is created
+    there if it is missing, and gets the status. Raises UserError, and Outage when the server does not answer."""
     configure(REPLY, RETRIES)
     reserve(tracking, note := folder / layout.MLFLOW, tracking.name or folder.name)
     inputs = [DataInput(*d) for d in read_note(note, tracking.uri).get("inputs", ())]
@@ -335,8 +335,8 @@ def send_missing(folder: Path, tracking: Tracking, params: Mapping[str, Any], st
 
 
 def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, Any]) -> str:
-    """Return the id of the run under which MLflow shows other runs. It is created once, and its id is then read from
-    the file `note`. Raises Outage when the server stays away, and UserError when it refuses the request."""
+    """Return the id of the run under which MLflow shows the runs of a sweep. It is created once, and its id is then
+    read from the file `note`. Raises Outage when the server does not answer, and UserError when it refuses."""
     configure(REPLY, RETRIES)
     run = MLflowRun(tracking, note, name, params)
     run.open()
@@ -346,8 +346,8 @@ def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, A
 def update(
     tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Iterable[Path] = (), status: str = ""
 ) -> None:
-    """Add numbers and files to the run of a note file, and give it a status if it is running. A second call changes
-    nothing. The server is asked without retries. Raises UserError when it has no such run, and Outage."""
+    """Add metrics and files to the run whose id is in the file `note`, and give it a status if it is running. A second
+    call changes nothing. Requests are not retried. Raises UserError when the server has no such run, and Outage."""
     configure(REPLY)
     run = MLflowRun(tracking, note)
     with asking(tracking.uri):
@@ -360,21 +360,22 @@ def update(
 
 
 def mend(tracking: Tracking, note: Path, status: str) -> bool:
-    """Give the run of a note file the status with which it ended, if it was killed before it could do so itself. MLflow
-    would show it as running for ever. Returns whether the file has changed. If not, the next call tries again."""
+    """Give a run in MLflow, whose id is in the file `note`, the `status` with which it ended, if it was killed before
+    it could do so itself. MLflow would show it as running for ever. Returns whether the status was sent, which changes
+    `note`. If that fails, the next call tries again."""
     fields = read_note(note, tracking.uri)
     if "run_id" not in fields or "ended" in fields:
         return False
     try:
         update(tracking, note, {}, status=status)
-    except (UserError, Outage, OSError):  # the folder may be one that cannot be written
+    except (UserError, Outage, OSError):  # the folder may be read-only
         return False
     return True
 
 
 def register_run(tracking: Tracking, key: str, model: str) -> str:
-    """Register the model that the run with this key has stored as a version of `model`, and return the version. Raises
-    UserError when there is no such model, and Outage."""
+    """Register the model that a run has stored, found by its `key`, as a version of `model`, and return the version.
+    Raises UserError when there is no such model, and Outage."""
     from eagleray.runs.mlflow_model import known_model, register
 
     configure(STORED, RETRIES)

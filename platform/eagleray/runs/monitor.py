@@ -43,8 +43,8 @@ class Monitor:
         images: int = 0,
         labelled: bool = False,
     ) -> None:
-        """`images` is the size of the training set, from which the bank of the kNN curve gets its size if the settings
-        state none. The curve is measured only with labels (`labelled`)."""
+        """`images` is the size of the training set. If `settings` state no size of the bank of features for kNN, it
+        holds a tenth as many. The kNN accuracy is measured only if the images are `labelled`."""
         self.method, self.settings, self.every = method, settings, settings.every
         self.labelled, self.step = labelled, 0
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
@@ -176,12 +176,12 @@ class Monitor:
             self._features.append((args[0].detach(), out.detach()))
 
     def _copy_trunk(self, *_: Any) -> None:
-        """Copy the trained weight matrices of the trunk before a step that will be measured."""
+        """Copy the trained weight matrices of the backbone before a step that will be measured."""
         if (self.step + 1) % self.every == 0:
             self._before = [p.detach().clone() for p in self.moving]
 
     def _measure_update(self, *_: Any) -> None:
-        """Measure how far the step has moved the weight matrices of the trunk."""
+        """Measure how far the step has moved the weight matrices of the backbone, relative to their norm."""
         if self._before:
             self._update = distance(self._before, [p.detach() for p in self.moving], self.trunk)
             self._before = []
@@ -196,14 +196,14 @@ class BankRows(NamedTuple):
 
 
 class Bank:
-    """A ring buffer with the newest unit features of training crops, their labels and image numbers."""
+    """A ring buffer with the newest unit features of training crops, their labels and their images' positions."""
 
     def __init__(self, length: int, dim: int, device: torch.device) -> None:
         half = torch.bfloat16 if devices.is_accelerator(device) else torch.float32  # a CPU is slow with half precision
         self.features = torch.zeros(length, dim, dtype=half, device=device)
         self.labels = torch.zeros(length, dtype=torch.long, device=device)
         self.images = torch.full((length,), -1, dtype=torch.long, device=device)
-        self.written = 0  # number of rows written so far, with those overwritten since
+        self.written = 0  # number of rows written so far, including overwritten ones
 
     @property
     def filled(self) -> int:
@@ -270,10 +270,10 @@ def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(a: Sequence[Tensor], b: Sequence[Tensor], whole: Sequence[Tensor] | None = None) -> Tensor:
-    """Return |a - b| / |b| for two lists of tensors, each taken as one vector, or |a - b| / |whole|."""
+    """Return |a - b| / |b| or, with `whole`, |a - b| / |whole|. Each list of tensors is taken as one vector."""
     return size(torch._foreach_sub(local(a), local(b)), split=sharded(b[0])) / size(whole or b)
 
 
 def size(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
-    """Return the norm of a list of tensors, taken as one vector. `split` is explained at `norms`."""
+    """Return the norm of a list of tensors, taken as one vector. `split` is as in `dist.norms`."""
     return torch.linalg.vector_norm(norms(tensors, split=split))

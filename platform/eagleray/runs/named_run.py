@@ -17,7 +17,7 @@ from eagleray.runs.summary import finished
 
 
 class NamedRun(NamedTuple):
-    """A run that has begun."""
+    """A run that has begun, as `named_run` finds it."""
 
     out: str  # absolute path or URL
     file: Path  # its recipe, on this machine
@@ -33,13 +33,13 @@ _looked: dict[str, NamedRun | None] | None = None  # runs that were looked up, b
 
 
 def one_look() -> AbstractContextManager[None]:
-    """A context in which the run of a name is looked up once, however many steps of a command ask for it."""
+    """A context in which `named_run` looks up each name only once, however often a command asks for it."""
     return replaced(sys.modules[__name__], "_looked", {})
 
 
 def named_run(name: str) -> NamedRun | None:
-    """Return the run in a folder, at a URL or at the URL of its recipe.yaml; None if it is no run. A shipped recipe
-    comes before a folder of its name. Raises UserError when no run has begun beside the recipe, and Outage."""
+    """Return the run in a folder, at a URL or at the URL of its recipe.yaml, else None. A shipped recipe has priority
+    over a folder of its name. Raises UserError when a recipe is there but no run has begun, and Outage."""
     known = {} if _looked is None else _looked
     if name not in known:
         known[name] = _find(name)

@@ -1,8 +1,7 @@
-"""Plan a run: open the data of a recipe, count the steps, and say where everything that the run learns comes from.
+"""Plan a run: open the data of a recipe, count the steps, and compute digests of all that determines the result.
 
-Digests of recipe, data, order and code are in checkpoints, exports and starts.jsonl: what has changed explains numbers
-that cannot be repeated.
-"""
+The digests of recipe, data, order and code are stored in checkpoints, exports and starts.jsonl. When a result cannot be
+reproduced, the digest that differs tells why."""
 
 import contextlib
 import functools
@@ -53,7 +52,7 @@ class Plan:
     stream: Stream
     test: Index | None
     steps: int  # steps of the whole run; with max_steps fewer than the schedules are made for
-    forgotten: tuple[str, ...] = ()  # what is said of images that the run has forgotten
+    forgotten: tuple[str, ...] = ()  # lines for the log about images that the run has forgotten
 
     @property
     def index(self) -> Index:
@@ -65,19 +64,18 @@ class Plan:
 
     @property
     def frozen_steps(self) -> float:
-        """Return the steps in which the backbone stays as it is: `start.freeze`."""
+        """Return the number of first steps in which the backbone is not trained, from `start.freeze`."""
         return self.recipe.start.freeze * self.stream.steps_per_epoch if self.recipe.start else 0.0
 
     @functools.cached_property
     def origin(self) -> dict[str, str]:
-        """Return the digests of recipe, data, order and code by name, from which everything that the run learns
-        follows."""
+        """Return the digests of recipe, data, order and code, which determine what the run learns, by name."""
         values = recipe_digest(self.recipe), shards_digest(self.index), order_digest(self.stream), code_digest()
         return dict(zip(DIGESTS, values, strict=True))
 
     @functools.cached_property
     def shards_text(self) -> str:
-        """Return the name, size and tag of each shard, a line each, by which a check names the one that has changed."""
+        """Return the name, size and tag of each shard, a line each, so that a check can name a changed shard."""
         return "".join(f"{b.url.rpartition('/')[2]}\t{b.size} {b.tag}\n" for b in self.index.shards)
 
     @property
@@ -89,7 +87,7 @@ class Plan:
         return inputs
 
     def is_milestone(self, step: int) -> bool:
-        """Return whether a step is the last one of an epoch whose checkpoint stays."""
+        """Return whether a step is the last one of an epoch whose checkpoint is kept for good."""
         wanted, (epoch, rest) = self.recipe.checkpoint.milestones, divmod(step, self.stream.steps_per_epoch)
         return not rest and (epoch % wanted == 0 if isinstance(wanted, int) else epoch in wanted)
 
@@ -109,12 +107,12 @@ def open_plan(
 
     Raises UserError when the data is missing or does not fill a batch, and Outage when it cannot be read for `patience`
     seconds."""
-    from eagleray.runs.forgotten import read_forgotten, samples_of, told  # a process that only plans has no run
+    from eagleray.runs.forgotten import read_forgotten, samples_of, told  # late: without a run it is not needed
 
     data = recipe.data
     if any(source.selects for source in data.test or ()):
         raise UserError("data.test: where, weight, exclude and share are for data.train")
-    # In the run's folder, whichever machine goes on: where nothing can be written beside the shards.
+    # An index that cannot be written beside the shards goes into the run's folder, where every machine finds it.
     opening = partial(opening, spare=recipe.out, note=note, patience=patience, scan_all=scan_all)
     opening = partial(opening, channels=data.channels)
     sources = data.sources()
@@ -122,7 +120,7 @@ def open_plan(
         index = open_on_all(partial(opening, sources))
     forgotten = dist.from_rank_zero(lambda: read_forgotten(recipe.out))
     index = replace(index, forgotten=samples_of(index, forgotten))
-    with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe may name the place
+    with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe's path may be missing
         test = open_on_all(partial(opening, data.test)) if data.test else None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
@@ -149,8 +147,8 @@ def open_plan(
 
 @contextlib.contextmanager
 def opened_again(recipe: Recipe) -> Iterator[Plan]:
-    """A context with the plan of a run that exists, without its test set, for a command that asks for its order.
-    Nothing is written into the run's folder. Raises as `open_plan`."""
+    """A context with the plan of an existing run, without its test set, for a command that asks for its order of
+    samples. Nothing is written into the run's folder. Raises what `open_plan` raises."""
     with TemporaryDirectory(prefix="eagleray-order-") as scratch:
         for blob in aside_in(recipe.out):  # indexes that could not be stored beside the data
             (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(recipe.out).get(blob.url))
@@ -160,7 +158,7 @@ def opened_again(recipe: Recipe) -> Iterator[Plan]:
 
 
 def _select(index: Index) -> Selection | None:
-    """Return how often each sample is read by what the sources of an index say; None where they say nothing."""
+    """Return how often each sample is read, as the sources of an index ask for it; None if they ask for nothing."""
     if not any(source.selects for source in index.sources):
         return None
     from eagleray.data.columns import select
@@ -197,7 +195,7 @@ def code_digest() -> str:
 
 
 def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInput:
-    """Describe a data set. The folder that it lies in does not change its digest."""
+    """Return the description of a data set for MLflow. Its digest does not depend on the data set's folder."""
     urls = [hide_secrets(s.url) for s in sources]
     name = ", ".join("/".join(url.rstrip("/").split("/")[-2:]) for url in urls)
     used = np.diff(index.first).tolist()
@@ -205,7 +203,7 @@ def data_input(context: str, sources: Sequence[Source], index: Index) -> DataInp
     profile = {"images": len(index), "shards": len(index.shards), "labelled": bool(index.labelled)}
     return DataInput(
         context,
-        name[:500],  # MLflow keeps no more
+        name[:500],  # the longest name that MLflow stores
         digest(shards, used, index.repeats.tolist()),
         "local" if store.folder_of(urls[0]) else urls[0].partition("://")[0],
         json.dumps({"uri": urls[0] if len(urls) == 1 else ",".join(urls)})[:65_000],

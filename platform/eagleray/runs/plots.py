@@ -1,6 +1,6 @@
 """Draw a run's stability in one picture: loss, kNN accuracy, gradient norms and spread of features over the steps.
 
-Follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057.
+The picture follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057.
 """
 
 import itertools
@@ -25,10 +25,10 @@ from eagleray.runs.metrics import AT_START, CLASSIFIER_TOP1, KNN_TOP1, LOSS, LR,
 from eagleray.runs.summary import read_summary
 
 POINTS = 1000  # most points of a line, as there are no more pixels
-FEW = 8  # number of points below which each is marked, as the line is too short to see
+FEW = 8  # number of points below which a line gets markers, as it is too short to see
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: the page, left and right margins, space between panels
 ROWS, ROW, LETTER = 4, 0.15, 0.07  # most rows of labels above the panels; inches of a row and of a letter
-# Maps gradients outside of layers to the label, colour and style of their curves.
+# Maps the keys of gradient norms that belong to no layer to the label, colour and style of their curves.
 REST = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
 
 
@@ -135,9 +135,9 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values
 
 
 def read(folder: Path) -> dict[str, Curve]:
-    """Return steps and values of every metric in a run's folder, by key. The summary adds the final evaluation, and
-    that of the backbone at step 0: the one that the run started from, or an untrained one. Raises UserError when there
-    is no metrics.jsonl."""
+    """Return steps and values of every metric in a run's folder, by key. The scores of the final evaluation are added
+    from the summary, and at step 0 those of the backbone that the run started from or, if there was none, of an
+    untrained one. Raises UserError when there is no metrics.jsonl."""
     records = read_metrics(folder / layout.METRICS)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is missing or empty")

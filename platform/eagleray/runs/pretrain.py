@@ -41,30 +41,30 @@ def pretrain(
     """Train a run, or continue it, until the planned steps are taken, then evaluate and export.
 
     Returns the summary, or None when the run was asked to stop before its end. `command` is the id of the user's
-    command, and `stop` the event by which that asks a run in its own process to stop. Raises UserError, Outage and
+    command, and `stop` an event by which a command asks a run in its own process to stop. Raises UserError, Outage and
     Preempted.
     """
-    check_device(recipe, world.device)  # what is missing is found before anything starts
+    check_device(recipe, world.device)  # an unsupported number format or compiler is reported before anything starts
     precision = Precision.of(recipe.precision, world.device)
-    if world.why:  # an attempt before this one read the data and wrote the run, whose rights may just be renewed
+    if world.why:  # an earlier attempt had access, so a refusal may only mean that credentials are being renewed
         store.expect_access(recipe.out)
         for url in (place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))):
-            store.expect_access(url, ("list", "read"))  # an index may have its place elsewhere
+            store.expect_access(url, ("list", "read"))  # not "write", as the index may be stored elsewhere
     if not is_accelerator(world.device):
         keep_freed_memory()
     starting = contextlib.ExitStack()
-    if world.spot:  # what is wrong with the recipe or the data, the command has said before there were ranks
+    if world.spot:  # retry for longer: mistakes in the recipe or the data were reported before the ranks started
         starting.enter_context(at_least(60 * recipe.data.patience))
     with (
         starting,
         numerics(precision, deterministic=recipe.deterministic),
         RunDir(recipe, world.rank, tracking, command=command, stop=stop) as folder,
     ):
-        # Nobody reads checkpoints before rank 0 has the folder for itself.
+        # No rank reads checkpoints before rank 0 has claimed the run.
         folder.epoch = dist.gather_objects(folder.epoch)[0]
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
         if processes(recipe.data.workers, world.cpus):
-            start_server()  # it imports what they need while this process builds the model
+            start_server()  # it imports what loader processes need while this process builds the model
         state = newest_checkpoint(plan, folder)
         folder.writer.stays = plan.is_milestone
         run, step = build_run(plan, world, folder, precision, state)
@@ -138,7 +138,7 @@ def write_export(backbone: Backbone, recipe: Recipe, out: Path, images: Preproce
 
 
 def what_was_checked(run: RankRun) -> Checked:
-    """Return what the health of the run was checked for, as rank 0 has logged it."""
+    """Return for which kinds of findings the run was checked, from the records of rank 0."""
     plan, starts = run.plan, run.folder.starts
     return checked(
         run.folder.records(),

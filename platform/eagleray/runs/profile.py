@@ -28,7 +28,7 @@ class Profiler:
         return self
 
     def before(self, step: int) -> None:
-        """Called before the batch of a step is asked for."""
+        """Begin or end the recording if it is due. Called before the batch of a step is requested."""
         if self.recorder is not None and step > self.last:
             self.end()
         if self.recorder is None and self.first <= step <= self.last:
@@ -37,7 +37,7 @@ class Profiler:
             self.recorder.start()
 
     def end(self) -> None:
-        """Write the recording. It has fewer steps than wanted if the run has ended among them."""
+        """Write the recording. It has fewer steps than wanted if the run ends before the last of them."""
         if self.recorder is not None:
             recorder, self.recorder = self.recorder, None
             write(recorder, self.folder, self.device)

@@ -23,7 +23,7 @@ NAME = "provenance.json"
 TENSORS = ".safetensors"
 LENGTH = 16  # hexadecimal digits of the digests of tensors and fields
 IMAGES = "data.train"
-# The words of an export for the materials of each key. Every other key names weights that the run starts from.
+# Maps keys of a recipe to the words for their materials in an export. Other keys name weights to start from.
 WORDS = {IMAGES: "images", "method.teacher.weights": "teacher"}
 
 
@@ -31,7 +31,7 @@ WORDS = {IMAGES: "images", "method.teacher.weights": "teacher"}
 class Material:
     """Images or weights that a run has learned from."""
 
-    key: str  # the key of the recipe that names them
+    key: str  # the recipe's key for these images or weights, such as data.train
     source: str  # a public name or URL, or the end of a path
     digest: str  # digest of the index of images, or SHA-256 of the file of weights; empty if unknown
     licences: tuple[str, ...] = ()  # as they are stated; none for weights that have no licence of their own
@@ -40,7 +40,7 @@ class Material:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Record:
-    """The materials of a run, as they are in its folder."""
+    """The content of materials.json in a run's folder."""
 
     materials: tuple[Material, ...]
 
@@ -50,7 +50,7 @@ class Provenance:
     """The facts about the weights of an export."""
 
     format: Literal[1] = 1
-    backbone: str  # name of its model
+    backbone: str  # name of the backbone's model
     features: int
     parameters: int
     method: str
@@ -92,7 +92,7 @@ def read(path: Path) -> Provenance:
 
 
 def render(facts: Provenance) -> bytes:
-    """Return the content of the file. Equal facts give equal bytes, so that another byte is another fact, or damage."""
+    """Return the content of provenance.json. Equal facts give equal bytes, so a changed byte is a change or damage."""
     return json.dumps(config.to_plain(facts), indent=1).encode()
 
 
@@ -140,7 +140,7 @@ def _short(data: bytes) -> str:
 
 
 def licences(materials: Sequence[Material], of: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each material, in words, with each of its licences, and the same for what it was made from."""
+    """Yield each material, in words, with each of its licences, and likewise all that it was made from."""
     for material in materials:
         word = WORDS.get(material.key, "start weights")
         known = f" ({material.source})" if material.source.startswith(("timm:", "hf:")) else ""
@@ -156,7 +156,7 @@ def conditions(facts: Provenance) -> str:
 
 
 def statements(facts: Provenance) -> dict[str, str]:
-    """Return the texts of an export's model card by the fact that each of them states."""
+    """Return the paragraphs of an export's model card, by the name of the fact that each of them states."""
     open_ = "The licence of these weights is for those to state who publish them: `eagleray export --licence NAME`."
     own = f"These weights are published under {facts.licence}." if facts.licence else open_
     of = dict.fromkeys(f"* {what}: {with_terms(licence)}\n" for what, licence in licences(facts.materials))

@@ -59,7 +59,7 @@ class RankRun(NamedTuple):
         return dist.sharded(next(self.method.parameters()))
 
     def export(self) -> Backbone:
-        """Return the backbone to evaluate and export, whole. Called by all ranks together."""
+        """Return the backbone to evaluate and export, with unsharded weights. Called by all ranks together."""
         if not self.sharded:
             return self.method.export()
         backbone = build_method(self.plan.recipe).export()
@@ -86,8 +86,8 @@ class RankRun(NamedTuple):
 def build_run(
     plan: Plan, world: World, folder: RunDir, precision: Precision, state: dict[str, Any] | None
 ) -> tuple[RankRun, int]:
-    """Build the run on the rank's device, with the state of a checkpoint or with the weights that the recipe names, and
-    return it with the number of its steps so far. Raises UserError."""
+    """Build the run on the rank's device, with the `state` of a checkpoint or else the weights that the recipe names.
+    Return it with the number of its steps so far. Raises UserError when the state or the weights do not fit."""
     recipe, started = plan.recipe, None
     if state is None and (recipe.start or recipe.backbone.weights or (recipe.teacher and recipe.teacher.weights)):
         from eagleray.runs.start import build_started, take_progress
@@ -113,7 +113,7 @@ def build_run(
 def place(method: Method, recipe: Recipe, world: World) -> None:
     """Move a method to the rank's device, and synchronise, shard or compile it as the recipe says."""
     on_device(method, world.device)
-    if method.export().batch_norm and recipe.parallel != "fsdp":  # FSDP divides only contiguous weights
+    if method.export().batch_norm and recipe.parallel != "fsdp":  # FSDP shards only contiguous weights
         method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions are fast in it
     world.synchronise(method)
     if recipe.parallel == "fsdp":
@@ -123,15 +123,15 @@ def place(method: Method, recipe: Recipe, world: World) -> None:
 
 
 def newest_checkpoint(plan: Plan, folder: RunDir, step: int | None = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint of the run, or that of a step, or None. Called by all ranks together. Raises
-    UserError when it was made with another recipe or other data than the plan's."""
+    """Return the run's newest checkpoint or, with `step`, that of this step; None if there is none. Called by all ranks
+    together. Raises UserError when it was made with another recipe or other data than the plan's."""
     recipe = plan.recipe
     url, patience = f"{recipe.out}/checkpoints", 60 * recipe.data.patience
     listed = dist.from_rank_zero(partial(checkpoint.listing, url, patience))
     whole = recipe.parallel == "ddp" or dist.size() == 1
     state = checkpoint.newest(url, folder.scratch, patience=patience, whole=whole, listed=listed, step=step)
     if len(set(dist.gather_objects(state and state["step"]))) > 1:
-        raise RuntimeError("ranks read different checkpoints")  # a disk fails; a restart may mend it
+        raise RuntimeError("ranks read different checkpoints")  # a disk fails; a restart may help
     if state:
         check_continues(plan, state)
     return state
@@ -151,7 +151,7 @@ def load_checkpoint(run: RankRun, state: dict[str, Any]) -> int:
 
 
 def load_parts(run: RankRun, state: dict[str, Any], names: Sequence[str]) -> None:
-    """Load some of the objects of a run, the method and its optimiser among them, from a checkpoint."""
+    """Load the objects of a run with these `names` from a checkpoint. They include the method and the optimiser."""
     parts = {name: getattr(run, name) for name in names}
     if run.sharded:
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))

@@ -34,8 +34,8 @@ else:
 
 
 def span(workers: int | str) -> tuple[int, int]:
-    """Return the fewest and the most workers that a run may have, from `4..16` or from one number. Raises
-    ValueError."""
+    """Return the fewest and the most workers that a run may have, from `4..16` or from one number. Raises ValueError
+    for anything else."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
     if not (0 < least <= most or least == most == 0):
@@ -55,7 +55,7 @@ def _steps(value: str | None) -> str | None:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return the first and the last of the steps in a text such as `10..12`. Raises ValueError."""
+    """Return the first and the last of the steps in a text such as `10..12`. Raises ValueError for other texts."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if not match or not 0 < int(match[1]) <= int(match[2]):
         raise ValueError("expected the first and the last step, such as 10..12")
@@ -267,7 +267,8 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted keys and values, of a recipe or of its plain tree, that make two runs the same experiment."""
+    """Return the dotted keys of a recipe, or of its plain tree, that must be equal in two runs of the same experiment,
+    with their values."""
     keys = config.flatten(recipe) if isinstance(recipe, Mapping) else flat(recipe)
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
     kept = {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
@@ -305,7 +306,7 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), 
 
 def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys of a recipe, which are not checked yet, and load no plug-in. The arguments are those of `load`.
-    Raises UserError, and Outage."""
+    Raises UserError when the recipe cannot be read, and Outage."""
     from eagleray.config import bundled
     from eagleray.runs.named_run import named_run
 
@@ -322,7 +323,7 @@ def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
 
 def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, named: bool = False) -> Recipe:
     """Return the recipe of a tree of plain values, after loading the plug-ins that it names; their files are
-    relative to `folder`. `named` is as in `load`. Raises UserError, which begins with `source`."""
+    relative to `folder`. `named` is as in `load`. Raises UserError, beginning with `source`, if the recipe is wrong."""
     loading.load_installed()
     listed = loading.resolve(tree.get("plugins") or [], folder=folder, named=named)
     method = tree.get("method")
@@ -342,7 +343,7 @@ def check(tree: dict[str, Any], source: str, *, folder: Path | None = None, name
 
 
 def check_lanes(recipe: Recipe) -> None:
-    """Raises UserError when the lanes of a recipe do not divide its batch, or its ranks not the lanes."""
+    """Raises UserError when the number of lanes does not divide the batch, or a step has fewer images than ranks."""
     from eagleray.data.order import rows  # imported late, as it imports NumPy, which showing a recipe does not need
 
     batch, lanes = recipe.optim.batch, recipe.data.lanes
@@ -356,7 +357,7 @@ def check_lanes(recipe: Recipe) -> None:
 
 
 def _check_view_count(recipe: Recipe) -> None:
-    """Raises UserError when the method works with another number of views."""
+    """Raises UserError when the recipe has more or fewer views than the method works with."""
     least, most = config.part_constant("eagleray.methods", recipe.method.name, "views")
     if not least <= (views := sum(v.count for v in recipe.views)) <= most:
         count = f"{least}" if least == most else f"{least} to {most}"
@@ -364,8 +365,8 @@ def _check_view_count(recipe: Recipe) -> None:
 
 
 def needs_boxes(recipe: Recipe) -> bool:
-    """Return whether the method reads where in the image each view lies.
-    A method that can do without reads this if no view moves pixels after its crop."""
+    """Return whether the method reads the boxes of views, which tell where in the image each view lies.
+    A method for which they are optional reads them if no view moves pixels after its crop."""
     needs = config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes")
     return not any(view.moving for view in recipe.views) if needs is None else bool(needs)
 
@@ -381,8 +382,7 @@ def _check_boxes(recipe: Recipe) -> None:
 
 
 def _with_channels(recipe: Recipe) -> Recipe:
-    """Return the recipe with a backbone for the channels of its images. Raises UserError when other keys do not fit
-    them."""
+    """Return the recipe with a backbone for its images' channels. Raises UserError when other keys contradict them."""
     channels, options = recipe.data.channels, recipe.backbone.options
     given = options.get("in_chans", recipe.planes)
     if given != recipe.planes:

@@ -43,8 +43,8 @@ def restore(path: str) -> Restored:
 
 
 def read_state(path: str) -> tuple[dict[str, Any], Path]:
-    """Return the state of a checkpoint, and the folder of its run on this machine. Of a run it is the newest checkpoint
-    or, with `start.keep_best`, the best one. Raises UserError when none can be read."""
+    """Return the state of a checkpoint, and the folder of its run on this machine. If `path` is a run, it is the newest
+    checkpoint or, with `start.keep_best`, the best one. Raises UserError when none can be read."""
     check_run(path)
     file = Path(path)
     if store.may_be_folder(path):
@@ -101,7 +101,7 @@ def restored(path: str, state: Mapping[str, Any], folder: Path) -> Restored:
 
 
 def _are_plugins(listed: Any) -> bool:
-    """Return whether a value is a list of plug-ins, in the recipe of a checkpoint, which may come from a stranger."""
+    """Return whether a value from a checkpoint, which may come from a stranger, is a list of plug-ins."""
     return isinstance(listed, list) and all(isinstance(p, dict) and isinstance(p.get("name"), str) for p in listed)
 
 
@@ -112,7 +112,7 @@ def _are_weights(images: Any, weights: Any) -> bool:
 
 
 def _load(file: Path) -> Any:
-    """Return the content of a checkpoint file. Raises UserError when it is missing, damaged or something else."""
+    """Return the content of a checkpoint file. Raises UserError when it is missing, damaged or no checkpoint."""
     if file.with_suffix(".json").exists() and not checkpoint.intact(file):
         raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
     with explained(f"{file}: not a checkpoint written by eagleray", Exception):  # torch reports damage in many ways
@@ -120,8 +120,8 @@ def _load(file: Path) -> Any:
 
 
 def pretrained(source: str) -> Weights:
-    """Return the weights that `backbone.weights` names: a run, a checkpoint, an export, a file of tensors, `timm:NAME`
-    or `hf:NAME`. Raises UserError."""
+    """Return the weights that `backbone.weights` names: those of a run, a checkpoint, an export, a file of tensors,
+    `timm:NAME` or `hf:NAME`. Raises UserError when they cannot be read."""
     if public := public_weights(source, KEY):
         return public
     if file := export_in(source):

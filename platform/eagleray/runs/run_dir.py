@@ -29,21 +29,21 @@ from eagleray.runs.summary import CHECKED, HEALTH, UNCHECKED, read_summary
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import store
 
-if TYPE_CHECKING:  # rank 0 alone imports them, and what a run in a bucket needs is imported there
+if TYPE_CHECKING:  # imported late otherwise, as only rank 0 or a run in a bucket needs them
     from eagleray.runs.bucket_files import Mirror
     from eagleray.runs.lease import Lease
     from eagleray.runs.mlflow_log import MLflow
 
 log = logging.getLogger(__name__)
-STARTS = 16  # a command gives up after this many starts in a row without a new checkpoint; it can be given again
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk, which a person has to mend
+STARTS = 16  # starts in a row without a new checkpoint after which a command gives up; the user can repeat it
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a full or broken disk, for a person to resolve
 
 
 class RunDir:
     """The folder of a run, as one rank uses it.
 
-    Rank 0 holds the run and writes; the others only read the folder and log warnings. Of a run in a bucket this is a
-    working folder on this machine, which rank 0 uploads.
+    Rank 0 claims the run and writes; the other ranks only read the folder and log warnings. For a run in a bucket this
+    is a working folder on this machine, which rank 0 uploads.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class RunDir:
         command: str,
         stop: threading.Event | None = None,
     ) -> None:
-        """`command` is the id of the user's command, and `stop` the event by which that asks a run in its own process
-        to stop."""
+        """`command` is the id of the user's command, and `stop` an event by which a command asks a run in its own
+        process to stop."""
         self.recipe, self.rank, self.tracking, self.command = recipe, rank, tracking, command
         self.out, self.store, self.stop = recipe.out, run_store(recipe.out), stop
         self.path = self.store.work
@@ -65,7 +65,7 @@ class RunDir:
         self.mlflow: MLflow | None = None
         self.callbacks: Callable[[str, Any], None] = lambda event, argument: None
         self.starts: Attempts | None = None
-        self.histories: tuple[JsonLines, ...] = ()  # only rank 0 has them, once it has begun
+        self.histories: tuple[JsonLines, ...] = ()  # the open histories; only on rank 0, after `begin`
         self.bad: Sized = ()  # the samples in quarantine
         self.claim: FolderClaim | Lease | None = None  # only rank 0 has one
         self.mirror: Mirror | None = None
@@ -121,7 +121,7 @@ class RunDir:
             log.info("%s; the run has saved and starts again", error)
         elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
             log.error("the run failed: %s: %s", type(error).__name__, one_line(error), exc_info=error)
-        elif isinstance(error, OSError) and self.mlflow:  # MLflow on the same disk would be called away first
+        elif isinstance(error, OSError) and self.mlflow:  # the cause, before errors of MLflow on the same disk
             log.error("ends: %s", _of_disk(error))
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
             self.starts.add(ended=True)
@@ -132,8 +132,8 @@ class RunDir:
         self._explain(error)
 
     def _at_end(self, close: Callable[[], object]) -> None:
-        """Close something when the run ends, before what was opened earlier. If it cannot be closed, that is a warning,
-        and the rest is closed."""
+        """Call `close` when the run ends, before the functions that were passed here earlier. If it fails, this is
+        logged as a warning, and the others are still called."""
 
         def attempt() -> None:
             with side_work(f"closing {self.out}"):
@@ -156,10 +156,10 @@ class RunDir:
         lengths: Mapping[str, int] | None,
         **about: Any,
     ) -> None:
-        """Open the histories at a step. `inputs` are the data sets that are read, and `lengths` is what
-        the method of this name returned when a checkpoint of this step was saved, or None without one. What there is to
-        say `about` this start goes into its line of starts.jsonl. Raises Futile after many starts without progress, and
-        UserError when a package is missing that the recipe asks for."""
+        """Open the histories at a step. `inputs` are the data sets that are read. `lengths` is what `lengths()` gave
+        for the checkpoint of this step, or None without one. The values in `about` are added to this start's line in
+        starts.jsonl. Raises Futile after many starts without progress, and UserError when `track.also` needs a package
+        that is missing."""
         if self.rank == 0:
             self.starts = Attempts(self.path / layout.STARTS)
             if self.starts.in_vain(self.command) >= STARTS:
@@ -169,7 +169,7 @@ class RunDir:
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
             self.cut(step, lengths or {})
             if self.mirror:
-                self.mirror.start()  # no line of a history is dropped any more
+                self.mirror.start()  # from here on histories only grow
             from eagleray.runs.mlflow_log import MLflow
             from eagleray.runs.sinks import Sinks
 
@@ -181,9 +181,9 @@ class RunDir:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
 
     def cut(self, step: int, found: Mapping[str, int]) -> None:
-        """Drop what the histories say of later steps than this one, on rank 0. `found` is what `lengths` returned at
-        this step, or nothing at the first one: what is found later than at its step, or at none."""
-        if read_summary(self.path).get("steps", 0) > step:  # those of an end behind which the run goes back
+        """Drop the lines of histories about steps after this one, on rank 0. Findings and bad samples are noted later
+        than their steps or have none, so they are cut to the lengths in `found`, which is empty at the first step."""
+        if read_summary(self.path).get("steps", 0) > step:  # the run goes back to before its end
             (self.path / layout.SUMMARY).unlink()
             shutil.rmtree(self.path / layout.EXPORT, ignore_errors=True)
         skipped = self.path / layout.SKIPPED  # most runs have none
@@ -192,25 +192,25 @@ class RunDir:
         self.findings = JsonLines(self.path / layout.HEALTH, lines=found.get(layout.HEALTH, 0))
         if (bad := self.path / layout.QUARANTINE).exists():
             JsonLines(bad, lines=found.get(layout.QUARANTINE, 0))
-        # It tells how far the run was, so it is cut last: what is killed meanwhile can be repeated.
+        # metrics.jsonl tells how far the run was, so it is cut last: a start that is killed before can be repeated.
         self.metrics = JsonLines(self.path / layout.METRICS, step=step)
         self.histories = (self.skipped, self.metrics, self.steps, self.findings)
 
     def lengths(self) -> dict[str, int]:
-        """Return how many lines those histories have on rank 0 that a start cannot cut off at its step."""
+        """Return, on rank 0, the number of lines of the histories that a later start cannot cut by step (see `cut`)."""
         return {layout.HEALTH: self.findings.count, layout.QUARANTINE: len(self.bad)} if self.rank == 0 else {}
 
     def starts_in_vain(self) -> int:
-        """Return how many starts of this command in a row began at this step."""
+        """Return how many starts of this command in a row, this one included, began at the same step."""
         return self.starts.in_vain(self.command) if self.starts else 0
 
     def stopping(self) -> bool:
-        """Return whether the run was asked to stop. All ranks get the answer of rank 0."""
+        """Return, on rank 0, whether the run was asked to stop, for `Agreement` to pass on to all ranks."""
         return self.rank == 0 and self.asked()
 
     def asked(self) -> bool:
-        """Return whether the run was asked to stop, as far as this rank knows. For a rank that is waiting and cannot
-        ask rank 0."""
+        """Return whether the run was asked to stop, as far as this rank knows. This is for a rank that waits for data
+        and cannot ask rank 0."""
         return self.stop_signal.asked() or (self.claim is not None and self.claim.lost)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class RunDir:
         return self.starts.tally(useful) if self.starts else {}
 
     def _write_late(self) -> None:
-        """Write the lines that a full disk did not take: the steps before a checkpoint are not taken again."""
+        """Write lines that a full disk has refused: once a checkpoint is saved, no restart would write them again."""
         for lines in self.histories:
             lines.log()
 
@@ -257,7 +257,7 @@ class RunDir:
         if not rows:
             self.writer.save(step, state)
             return
-        self.writer.wait()  # ranks agree in the same group on whether the last checkpoint's rows are stored
+        self.writer.wait()  # ranks use one process group to agree that the last checkpoint's rows are stored
         if self.shards is None:
             self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=self.writer.copies)
             self._at_end(self.shards.wait)
@@ -268,7 +268,7 @@ class RunDir:
             self.shards.follow(finish)
 
     def keep(self, step: int | None) -> None:
-        """Keep the checkpoint of a step, beside the newest ones."""
+        """Keep the checkpoint of a step in addition to the newest ones."""
         self.writer.best = step
 
     def saving(self) -> bool:
@@ -295,8 +295,8 @@ class RunDir:
         return read_history(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
-        """Log the findings, each with advice on what to change. Of an evaluation that is made again because its process
-        died, they are known."""
+        """Log the findings, each with advice on what to change. Findings of the evaluation at the end are left out if
+        they are known, as this evaluation is repeated when its process has died."""
         known = [(f["step"], f["kind"]) for f in self._found()] if findings else []
         for found in findings if self.rank == 0 else ():
             if (found.step, found.kind) in known and found.kind in AT_END:
@@ -313,7 +313,7 @@ class RunDir:
         return any(record["step"] == step for record in self.records())
 
     def begin_online(self, step: int) -> int:
-        """Write down that the evaluation at a step of the training begins, and return how often it has, on rank 0."""
+        """Note, on rank 0, that the evaluation at a step of the training begins, and return how often it has begun."""
         if self.rank != 0:
             return 0
         path = self.path / layout.EVALUATION
@@ -358,8 +358,7 @@ class RunDir:
         self.mlflow = None
 
     def _results(self) -> list[Path]:
-        """Return the files that MLflow gets of a run that ends, those of them that there are, after writing down where
-        its checkpoints are, if it has any."""
+        """Write the list of the run's checkpoints, and return the existing files that MLflow gets when the run ends."""
         with side_work(f"{layout.PLACES} was not written"):
             has_any = checkpoint.blobs_of(self.checkpoints)  # a run that failed early has no folder of them
             blobs = store(self.out).list(f"{self.checkpoints}/", "step-") if has_any else []
@@ -373,7 +372,7 @@ class RunDir:
 class LogFile(logging.FileHandler):
     """The log of a run. A line that a full disk does not take is lost, without a traceback for each."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+    def handleError(self, record: logging.LogRecord) -> None:  # `logging` calls it by this name
         pass
 
 

@@ -1,7 +1,7 @@
-"""Keep the files of a run in a folder, or in a bucket of which each machine has a copy, with the same methods.
+"""Keep the files of a run in a folder or in a bucket, with the same methods for both.
 
 A command reads the run from `view`, and rank 0 writes it into `work`. For a run in a folder, both are that folder. For
-a run in a bucket, they are two folders in the cache of this machine, as rank 0 and a command may be on one machine."""
+a run in a bucket, they are two local copies in the cache of this machine, where rank 0 and a command may both run."""
 
 import contextlib
 import socket
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SOON = 3.0  # seconds in which a killed process of this machine releases its run
-PATIENCE = 60.0  # seconds to wait for the last process of a killed run, or for a file server that has noticed no death
+PATIENCE = 60.0  # seconds to wait until a killed run's last process ends, or NFS notices that its machine is dead
 
 
 class FolderClaim:
-    """A locked file in the folder of a run, by which one process holds it."""
+    """The claim of one process to a run in a folder, by a locked file in that folder."""
 
-    lost = False  # nobody can take it over
+    lost = False  # whether another process has taken the run over, which a locked file prevents
 
     def __init__(self, lock: contextlib.AbstractContextManager[object], epoch: int, new: Path | None) -> None:
         """`new` is the run's folder if this claim has made it, else None."""
         self.lock, self.epoch, self.new = lock, epoch, new
 
     def check(self) -> None:
-        """Raises Superseded when another process has taken the run over, which cannot happen to a locked folder."""
+        """Do nothing, as no other process can take over a locked folder. A lease raises Superseded here."""
 
     def close(self) -> None:
         """Release the lock, and delete the folder of a run that was refused before anything was written."""
@@ -49,7 +49,7 @@ class FolderClaim:
 class RunStore:
     """The files of a run in a folder. Methods raise UserError, and Outage when a store does not answer.
 
-    `name` is that of a file in the run's folder, such as `recipe.yaml`, or below it, such as `pictures/knn.png`."""
+    A file's `name` is its path in the run's folder, such as `recipe.yaml` or `pictures/knn.png`."""
 
     out: str  # the folder or URL
     view: Path  # the folder on this machine that commands read
@@ -69,8 +69,8 @@ class RunStore:
         store.put_bytes(f"{self.out}/{name}", text.encode() if isinstance(text, str) else text)
 
     def share(self, path: Path) -> None:
-        """Upload a file that was written below `view` or `work`, if the run is at a URL. Raises OSError.
-        The files of a run in a folder are in their place, so nothing is done."""
+        """Upload a file that was written below `view` or `work`, if the run is at a URL. For a run in a folder, do
+        nothing. Raises OSError."""
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
@@ -81,13 +81,13 @@ class RunStore:
         return store.store(self.out).list(f"{self.out}/", start) if self.view.is_dir() else []
 
     def append(self, name: str, text: str) -> None:
-        """Append text to a history of a run whose ranks have ended."""
+        """Append text to a growing file, such as metrics.jsonl, of a run whose ranks have ended."""
         with (self.view / name).open("a") as file:
             file.write(text)
 
     def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
-        """Bring the records, the histories and the files in the run's folder `inside` up to date, in `view` or, with
-        `work`, in `work`. Returns the path of that copy."""
+        """Download what is new of the run's records, its histories and its subfolder `inside`, into `view` or, with
+        `work`, into `work`, and return the path of that copy. A run in a folder needs no copy."""
         return self.view
 
     def following(self) -> contextlib.AbstractContextManager[object]:
@@ -109,10 +109,11 @@ class RunStore:
     def claim(
         self, name: str, command: str, say: Say, *, after: int = 0, patience: float = PATIENCE
     ) -> "FolderClaim | Lease":
-        """Hold the run under a name, such as that of the rank that writes. `say` gets a line before a wait.
+        """Claim the run for a command (`name` is layout.COMMAND) or for its writing rank (layout.OWNER). `say` gets a
+        line before a wait. The claim's epoch is `after` or, in a bucket, above it.
 
-        The claim's epoch is `after` or, in a bucket, above it. Raises Busy when a process of another command holds the
-        run, and Outage when one of this command on this machine does not let go of it for `patience` seconds."""
+        Raises Busy when another command holds the run, and Outage when a process of this command on this machine does
+        not release it within `patience` seconds."""
         new = not self.work.exists()
         files.make_folder(self.work)
         try:
@@ -120,8 +121,8 @@ class RunStore:
         except Busy as e:
             if name == layout.COMMAND:
                 raise
-            # The command holds the run already, so the lock is that of a rank of this run that hangs, and whose machine
-            # may yet be found dead.
+            # This command holds the run already, so a rank of it hangs and has the lock. That rank's machine may yet be
+            # found dead, so this is an Outage.
             raise Outage(f"{e}, which another process of this run has to lock") from None
         return FolderClaim(lock, after, self.work if new else None)
 
@@ -131,11 +132,11 @@ class RunStore:
         except Busy as e:
             if name == layout.COMMAND and f" on {socket.gethostname()} " in str(e):
                 raise Busy(f"{e}: another command is training this run") from None
-            say(f"{e}: waiting {patience:.0f} s at most")  # a file server may notice the death of a machine late
+            say(f"{e}: waiting {patience:.0f} s at most")  # NFS may notice late that the locking machine is dead
             return files.lock_folder(self.work, name, patience=patience, note=note)
 
     def wait_until_free(self, name: str, say: Say) -> None:
-        """Wait until the processes that held the run under a name have ended. Raises Busy when one is at work."""
+        """Wait until no process holds the run under a name. Raises Busy when a process goes on holding it."""
         with self._lock(name, "", say, PATIENCE):
             pass
 
@@ -150,8 +151,8 @@ class RunStore:
         files.sync_folder(self.work)
 
     def mirror(self, claim: "FolderClaim | Lease") -> "Mirror | None":
-        """Bring the files of earlier starts into `work`, and return what uploads the files that the run's holder writes
-        there. It is None for a run in a folder, whose files are in their place."""
+        """Download the files of earlier starts into `work`, and return a Mirror that uploads what rank 0 writes there.
+        For a run in a folder there is nothing to copy, and this returns None."""
         return None
 
 

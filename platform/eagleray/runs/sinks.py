@@ -63,7 +63,7 @@ class WandB:
             config=dict(settings),
             settings=wandb.Settings(**QUIET),
         )
-        self.run.define_metric("*", step_metric="step")  # W&B's own count of steps only goes up
+        self.run.define_metric("*", step_metric="step")  # W&B's own step count cannot go back after a restart
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log({"step": step, **numbers})

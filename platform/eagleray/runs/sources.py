@@ -93,7 +93,7 @@ def check_weights(path: str) -> None:
 
 
 def _lacks_checkpoint(path: str) -> bool:
-    """Return whether this is a folder of this machine without a checkpoint."""
+    """Return whether `path` is a folder of this machine without a checkpoint."""
     folder = store.folder_of(path)
     return bool(folder and folder.is_dir() and not names_in(map(str, (folder / "checkpoints").glob("step-*"))))
 

@@ -62,7 +62,7 @@ class Note(NamedTuple):
     """The lines that tell a person what a run takes over from one source of weights."""
 
     file: str  # the file in the run's folder that keeps `lines`
-    said: list[str]  # lines that the command prints; the last one leads to the file
+    said: list[str]  # lines that the command prints, followed by the file's path
     lines: list[str]
     warning: str  # why the weights' pixel mean and std could not be converted to ours; empty if they were
 
@@ -79,8 +79,8 @@ HEAD = PartOrigin("part", "from", "what was taken over")
 
 
 def weights_of(name: str, key: str) -> Weights:
-    """Return the backbone's weights of anything that a run may start from, which a key of the recipe names. Raises
-    UserError."""
+    """Return the backbone's weights of a source, which may be anything that `start.from` may name. `key` is the key of
+    the recipe that names it. Raises UserError when the source cannot be read."""
     return _read(name, key).weights
 
 
@@ -116,7 +116,7 @@ def _read(name: str, key: str) -> StartSource:
 
 
 def _of_export(name: str, file: Path, key: str) -> StartSource:
-    """Return an exported backbone, with the heads that were exported with it. Raises UserError."""
+    """Return an exported backbone, with the heads that were exported with it. Raises UserError if they are damaged."""
     heads = file.with_name(HEADS)
     with named(f"{key}={name}"), explained(f"{heads}: cannot be read", SafetensorError):
         backbone = weights.from_module(name, read_export(file).backbone.model, key)
@@ -229,7 +229,7 @@ def take_over(method: Method, source: StartSource, what: str) -> Note:
 
 
 def take_method(method: Method, source: StartSource) -> Iterator[PartOrigin]:
-    """Copy the parts of the source that the method has too, each as a whole, and yield the origin of each part."""
+    """Copy the source's parts that the method also has, each completely or not at all, and yield each part's origin."""
     for role, encoder in encoders(method).items():
         given = source.backbones.get(role, source.weights)
         report = weights.fill(encoder.backbone, given, whole=True)
@@ -262,7 +262,7 @@ def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _other_role(part: str) -> str:
-    """Return the part of the student for one of the teacher, and the other way round: each is a copy of the other."""
+    """Return the student's part that corresponds to a part of the teacher, or vice versa; for others an empty text."""
     role, _, rest = part.partition(".")
     return {STUDENT: f"{TEACHER}.{rest}", TEACHER: f"{STUDENT}.{rest}"}.get(role, "")
 

@@ -1,8 +1,7 @@
-"""Watch what a run has started from, and anchor it there: how far features are from those at the start.
+"""Compare a backbone's features during training with those of the weights that the run has started from.
 
-A few training images are embedded at the start and again from time to time, more often in the first steps, in which
-most starts that are lost are lost. Gram anchoring keeps patches as similar to each other as at the start.
-"""
+Some training images are embedded at the start and again from time to time, more often in the first steps, in which good
+features are most often lost. An anchor (Gram anchoring) keeps patches as similar to each other as at the start."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -33,16 +32,16 @@ from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe
 from eagleray.views.photometric import normalise
 
-# Images that are compared; in between eight batches of the training. Without labels, two crops of each of the fewest.
+# Fewest and most images that are compared; within these limits eight training batches. Without labels always LEAST.
 LEAST, MOST = 1024, 2048
 BATCH = 64  # images in the backbone at once
 K, TEMPERATURE = 20, 0.07  # settings of kNN among these images
-LOST_BELOW = 0.9  # a number below this share of its value at the start is reported as lost
-ERRORS = 2  # standard errors of a share of the images that count as its noise
+LOST_BELOW = 0.9  # share of the deciding score at the start below which the start is reported as lost
+ERRORS = 2  # number of standard errors of a score that count as its noise
 
 
 class StartGuard:
-    """Compares the features of a run's backbone with those at its start. Without `start` it does nothing.
+    """Compares the features of a run's backbone with those at its start. In a recipe without `start` it does nothing.
 
     Its state is part of the checkpoints: the features at the start, the scores of that backbone, and the step of the
     best checkpoint so far.
@@ -57,20 +56,21 @@ class StartGuard:
             most = MOST if self.labelled else LEAST
             self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), most))
             self.labels = torch.from_numpy(plan.index.label[self.samples])
-        self.read = False  # the images are there
-        # This rank's rows of its share, and their pixels (b, V, 3, S, S): one view with labels, else two crops.
+        self.read = False  # whether the images were read
+        # Batches of b images of this rank: positions (b,) among its images, and uint8 pixels (b, V, C, H, W). V is 1
+        # with labels, else 2, as each image then has two crops.
         self.images: list[tuple[Tensor, Tensor]] = []
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
         self.scores: dict[str, float] = {}  # scores of the start: its evaluation and the first measurement
-        self.best: tuple[float, int] | None = None  # the best checkpoint so far: the number that decides, and the step
+        self.best: tuple[float, int] | None = None  # the best checkpoint so far: its deciding score and its step
         self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
-        self.fresh = False  # it is in no record yet
+        self.fresh = False  # whether the newest measurement is in no record yet
         self.told = False  # whether it was said that the start is being lost
-        self.over = False  # the features are so far below that the run ends with its best checkpoint
+        self.over = False  # whether features have got so much worse that the run ends early, with its best checkpoint
 
     @property
     def key(self) -> str:
-        """Return the number that decides whether the start is lost."""
+        """Return the key of the score that decides whether the start is lost."""
         return START_KNN if self.labelled else START_FOUND
 
     @property
@@ -86,7 +86,7 @@ class StartGuard:
         return state | {"over": self.over, "returns": self.returns, "fresh": fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. One that was made without a guard has none, and the run goes on without."""
+        """Load the state of a checkpoint. If it was made without a guard, its state is empty, and the guard is off."""
         if not state:
             self.settings = None
             return
@@ -98,12 +98,12 @@ class StartGuard:
 
     @property
     def watches(self) -> bool:
-        """Return whether the run has started from something that is compared."""
+        """Return whether the run's features are compared with those at its start."""
         return self.settings is not None
 
     def due(self, step: int) -> bool:
-        """Return whether to measure after this step: every `monitor.every` steps, and before when the backbone has been
-        trained for 1, 2, 3, 4, 6, 8, 12, 16, 24, ... of them."""
+        """Return whether to measure after this step: every `monitor.every` steps and, until the backbone has been
+        trained for as many, after 1, 2, 3, 4, 6, 8, 12, 16, 24, ... steps of its training."""
         if self.settings is None:
             return False
         trained = step - math.ceil(self.plan.frozen_steps)
@@ -113,14 +113,14 @@ class StartGuard:
     def measure(
         self, step: int, export: Callable[[], Backbone], precision: Format, reading: Reading
     ) -> dict[str, float]:
-        """Return rank, CKA and, with labels, kNN accuracy of the features of the backbone that `export` returns after a
-        step, without labels the share of crops found; it is not called again for the same step. The first call says
-        what the start is. Called by all ranks together. Raises UserError and Outage when the images cannot be read."""
+        """Measure the features of the backbone that `export` returns after a step: their effective rank, CKA, and kNN
+        accuracy or, without labels, the share of crops found. Another call for this step returns the same. The first
+        call defines the start. Called by all ranks together. Raises UserError and Outage if images cannot be read."""
         if self.seen[0] != step:
             if not self.read:  # all ranks read at once, also one whose share has no image
                 dist.together(partial(self._read, reading))
                 self.read = True
-            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=2)  # NaN of ruined weights
+            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=2)  # it may be NaN
             fresh = self.first is None
             if fresh:
                 self.first = features[:, 0].half().cpu()
@@ -136,7 +136,7 @@ class StartGuard:
         return self.seen[1] if fresh else {}
 
     def findings(self) -> list[Finding]:
-        """Return a finding if the newest measurement is far below that at the start, as none before was."""
+        """Return a finding when the newest measurement is, for the first time, far below that at the start."""
         if self.told or not self._below(LOST_BELOW, sure=False):
             return []
         self.told = True
@@ -151,7 +151,7 @@ class StartGuard:
         return f"step {self.seen[0]}: start.stop_below={self.settings.stop_below:g}: {self._text()}{kept}"
 
     def outcome(self, step: int) -> str:
-        """Return in a sentence how the run ended that exports its checkpoint of this step."""
+        """Return a sentence on the end of a run that exports its best checkpoint, which is that of `step`."""
         assert self.best is not None
         why = "ended early, as features got worse; " if self.over else ""
         return (
@@ -160,15 +160,15 @@ class StartGuard:
         )
 
     def saved(self) -> int | None:
-        """Note that a checkpoint of the newest measurement is saved. Return the step of the best one so far."""
+        """Note that a checkpoint is saved at the newest measurement. Return the step of the best checkpoint so far."""
         step, numbers = self.seen
         if self.key in numbers and (self.best is None or numbers[self.key] > self.best[0]):
             self.best = numbers[self.key], step
         return self.best[1] if self.best else None
 
     def _below(self, share: float, *, sure: bool = True) -> bool:
-        """Return whether the newest number is below a share of that at the start. Noise must not be the reason that it
-        is below that share or, if we need not be so `sure`, below the start at all."""
+        """Return whether the newest score is below a share of that at the start, which was better than a guess. With
+        `sure` it must be below that share by more than noise, else below the score at the start by more than noise."""
         now, before = self.seen[1][self.key], self.scores[self.key]
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
@@ -217,8 +217,8 @@ class StartGuard:
 def embed(
     backbone: Backbone, images: list[tuple[Tensor, Tensor]], shape: tuple[int, int, int], precision: Format
 ) -> Tensor:
-    """Return the pooled features of this shape (n, V, D) of V views of images, uint8, each batch with the rows that it
-    fills."""
+    """Return the pooled features of n images in V views, of this `shape` (n, V, D). `images` are batches: the rows (b,)
+    of the output that a batch fills, and its uint8 pixels (b, V, C, H, W). Other rows are zero."""
     device = next(backbone.parameters()).device
     out = torch.zeros(shape, device=device)
     for rows, pixels in images:
@@ -229,16 +229,16 @@ def embed(
 
 
 def cka(x: Tensor, y: Tensor) -> float:
-    """Return the linear centred kernel alignment of two sets of features (n, D) of the same images, from 0 to 1
-    (Kornblith et al. 2019, arXiv:1905.00414, equation 5). It is computed in float64: in float32, the number of features
-    that have hardly changed may be above 1."""
+    """Return the linear centred kernel alignment (CKA) of two sets of features (n, D) of the same images, from 0 to 1
+    (Kornblith et al. 2019, arXiv:1905.00414, equation 5). It is computed in float64, as in float32 it may exceed 1 when
+    the two sets are nearly equal."""
     x, y = (a - a.mean(0) for a in (x.double(), y.double()))
     both, own, other = ((a.T @ b).square().sum() for a, b in ((x, y), (x, x), (y, y)))
     return float(both / (own * other).sqrt().clamp(min=1e-12))
 
 
 def top1(features: Tensor, labels: Tensor) -> float:
-    """Return the kNN accuracy, top-1 in percent, of unit features (n, D), each among the others."""
+    """Return the kNN accuracy, top-1 in percent, of unit features (n, D), each classified by its nearest others."""
     cosine = (features @ features.T).fill_diagonal_(-1.0)
     votes = vote(cosine, labels, classes=int(labels.max()) + 1, k=min(K, len(labels) - 1), temperature=TEMPERATURE)
     return 100 * float((votes.argmax(1) == labels).float().mean())
@@ -248,7 +248,7 @@ class Anchor:
     """A frozen copy of the backbone at the start, which is part of the checkpoints; none without `start.anchor`."""
 
     def __init__(self, recipe: Recipe, method: Method) -> None:
-        """Copy the backbone that the method exports, after it has taken over what `start` names."""
+        """Copy the backbone that `method` exports. The method must have taken over the weights that `start` names."""
         self.weight = recipe.start.anchor if recipe.start else 0.0
         self.backbone = sharing_copy(method.export()).requires_grad_(False).eval() if self.weight else None
 
@@ -265,7 +265,7 @@ class Anchor:
 
 
 class Anchored(nn.Module):
-    """A method whose loss includes that of an anchor, by the patches of the first view."""
+    """A method whose loss includes the Gram loss between its patches of the first view and those of an anchor."""
 
     def __init__(self, method: Method, backbone: Backbone, weight: float) -> None:
         super().__init__()

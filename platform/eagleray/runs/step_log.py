@@ -1,4 +1,4 @@
-"""Collect the numbers between two lines of metrics.jsonl: times of waiting, values of steps, bad samples."""
+"""Collect what a line of metrics.jsonl reports of the steps since the last line: values, waiting time, bad samples."""
 
 import json
 import time
@@ -43,15 +43,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class StepTable:
-    """The values of S steps, over all ranks: the mean over the images of each step."""
+    """The values of S steps, such as the loss, each averaged over the step's images on all ranks."""
 
     names: list[str]
     rows: Tensor  # (S, names), float32, on the host
 
     @classmethod
     def of(cls, values: Sequence[Mapping[str, Tensor]], images: Sequence[int]) -> "StepTable":
-        """Return the table of the `values` of S steps, from all ranks, which have these numbers of `images` in a step.
-        The host waits for the device. Called by all ranks together."""
+        """Return the table from this rank's `values` of S steps. `images` is the number of images of each rank in a
+        step. The host waits for the device. Called by all ranks together."""
         names = list(values[0])
         table = torch.stack([torch.stack([v[n].float() for n in names]) for v in values])
         return cls(names, dist.total(table * (images[dist.rank()] / sum(images))).cpu())
@@ -62,7 +62,7 @@ class StepTable:
         return self.column("skipped") >= 0.5
 
     def column(self, name: str) -> Tensor:
-        """Return a value of every step (S,)."""
+        """Return the value `name` of each step (S,)."""
         return self.rows[:, self.names.index(name)]
 
     def means(self) -> dict[str, float]:
@@ -154,7 +154,8 @@ class StepLog:
         self._check(step, self._write_steps(step))
 
     def _write_steps(self, step: int) -> list[float]:
-        """Write a line for each step that has none yet, waiting for the device, and return which were skipped."""
+        """Write a line for each step that has none yet, and return for each of them 1 if it failed, else 0. The host
+        waits for the device. A step fails if it is skipped with a loss scale below 1, or without one."""
         if not self.values:
             return []
         table = StepTable.of(self.values, self.loader.rows)
@@ -164,7 +165,7 @@ class StepLog:
         self.values = []
         failed = table.skipped.float()
         if metrics.LOSS_SCALE in table.names:
-            # Above 1 the gradient may have overflowed float16, which a smaller scale cures.
+            # With a larger loss scale the gradient may only have overflowed float16, and the scale is then lowered.
             failed = failed * (table.column(metrics.LOSS_SCALE) < 1)
         return failed.tolist()  # type: ignore[no-any-return]
 
@@ -201,8 +202,8 @@ class StepLog:
         return {key: float(f"{value:.4g}") for key, value in found.items() if value is not None}
 
     def _check(self, step: int, skipped: list[float]) -> None:
-        """Write the images of the skipped steps among the last ones, up to `step`, to skipped.jsonl.
-        Raises UserError when SKIPS steps in a row were skipped."""
+        """Write the images of failed steps to skipped.jsonl. `skipped` is what `_write_steps` returned for the last
+        steps up to `step`. Raises UserError when SKIPS steps in a row have failed."""
         first = step - len(skipped)
         for i, skip in enumerate(skipped):
             self.line.skips = self.line.skips + 1 if skip > 0.5 else 0

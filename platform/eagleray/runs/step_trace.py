@@ -4,9 +4,9 @@ The method, the optimiser, the monitor and the loop are those of a run, on tenso
 (PyTorch's FakeTensor), so a step of any size is traced in seconds on any machine, as a CPU or a GPU takes it. FLOPs are
 counted as `torch.utils.flop_counter` counts them.
 
-Where FSDP divides the weights among ranks (Zhao et al. 2023, arXiv:2304.11277), a rank also holds whole weights for a
-while, as in engine/sharded.py: those outside of blocks for the whole step, and those of two blocks at a time, one that
-computes and one that is fetched. Their gradients are whole for as long."""
+Where FSDP shards the weights among ranks (Zhao et al. 2023, arXiv:2304.11277), a rank also holds unsharded weights for
+a while, as in engine/sharded.py: those outside of blocks for the entire step, and those of two blocks at a time, of
+which one computes and one is gathered. Their gradients are unsharded for as long."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ LONG = 4  # most micro-batches that are traced; a step of more is extrapolated f
 MIDDLE = Progress(500, 10, 100)  # a step in the middle of training, when nothing is frozen
 WEIGHTS, TEACHER, BUFFERS, MOMENTS = "weights", "teacher", "buffers", "moments"
 GRADIENTS, IMAGES, ACTIVATIONS = "gradients", "images", "activations"
-GATHERED = "gathered"  # weights and gradients that are whole for a while under FSDP
+GATHERED = "gathered"  # weights and gradients that are unsharded for a while under FSDP
 AT_ONCE = 2  # blocks whose weights are gathered at the same time
 
 # Maps kinds of operations to the beginnings of their names. All other operations move memory.
@@ -81,11 +81,11 @@ class StepTrace:
     images: int  # this rank's images, each in all its views
     memory: dict[str, int]  # bytes at the peak, by kind
     gradients: int  # bytes of gradients that ranks sum
-    flops: float  # FLOPs of the method's equations
+    flops: float  # FLOPs, without those of recomputed activations
     repeated: float  # FLOPs of activations that are computed again in the backward pass
     work: dict[Work, float]  # how often each operation is done
     operations: float  # number of operations that the host dispatches
-    exchanges: dict[int, float] = field(default_factory=dict)  # how often ranks sum so many bytes and wait for it
+    exchanges: dict[int, float] = field(default_factory=dict)  # by number of bytes, how often ranks sum them and wait
 
     @property
     def peak(self) -> int:
@@ -93,7 +93,7 @@ class StepTrace:
         return sum(self.memory.values())
 
     def extended(self, longer: "StepTrace", images: int) -> "StepTrace":
-        """Return the trace for more images, extrapolated from this and a `longer` one, as micro-batches are equal."""
+        """Return the trace for more micro-batches of the same size, extrapolated from this and a `longer` trace."""
         times = (images - self.images) / (longer.images - self.images)
 
         def line(a: float, b: float) -> float:
@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):
             entry[1] = kind
 
     def _add(self, t: Tensor, kind: str = ACTIVATIONS) -> bool:
-        """Count the memory of a tensor until it is freed. Returns whether it was new."""
+        """Count the memory of a tensor until it is freed. Returns whether its memory was not counted yet."""
         storage = t.untyped_storage()
         key = id(storage)
         if key in self._storages:
@@ -194,15 +194,15 @@ class Tracer(TorchDispatchMode):
 
 
 def exchanged(func: Any, args: Any) -> int:
-    """Return the bytes of a sum over ranks that takes as long as an exchange.
-    Where nothing is summed, as in a gather, half as much is sent."""
+    """Return the bytes of the all-reduce that takes as long as a communication between ranks.
+    A communication without a sum, such as a gather, sends half as much."""
     largest = max(t.nbytes for t in _tensors(args))
     return largest if "reduce" in func._schema.name else largest // 2
 
 
 @functools.cache
 def works(func: Any) -> bool:
-    """Return whether an operation computes or moves something, and is neither a view nor only allocates memory."""
+    """Return whether an operation computes or moves something: it is neither a view nor a mere allocation."""
     name, schema = func._overloadpacket.__name__, func._schema
     if schema.is_mutable:
         return True
@@ -302,7 +302,7 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
 
 
 def _synchronise(method: Method, ranks: int) -> None:
-    """Let the batch norms of a method exchange their moments over all ranks."""
+    """Let the batch norms of a method compute mean and variance over all ranks."""
     if ranks > 1 and devices.is_accelerator(CPU):
         exchange_moments(method)
     elif ranks > 1:
@@ -310,7 +310,7 @@ def _synchronise(method: Method, ranks: int) -> None:
 
 
 def materialise(module: nn.Module) -> None:
-    """Replace the parameters and buffers of a module, in place, by ones of the CPU without values."""
+    """Replace the parameters and buffers of a module, in place, by fake CPU tensors. Called in a FakeTensorMode."""
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
@@ -333,7 +333,7 @@ def _with_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def made_up(recipe: Recipe, images: int, ranks: int = 1, device: torch.device = CPU) -> Batch:
-    """Return a batch of random pixels in the recipe's views, for one of the ranks."""
+    """Return a batch of `images` images for one of `ranks` ranks, with random pixels in the recipe's views."""
     views = [torch.randn(images, recipe.planes, v.size, v.size, device=device) for v in Views.of(recipe.views).views]
     label = torch.zeros(images, dtype=torch.long, device=device)
     return Batch(views, torch.arange(images, device=device), label, (images,) * ranks, whole_boxes(views))
@@ -368,10 +368,10 @@ def divisible(recipe: Recipe) -> bool:
 
 
 def divided(recipe: Recipe, trace: StepTrace, ranks: int) -> StepTrace:
-    """Return the trace of a step in which FSDP divides the weights among ranks, from a trace with whole weights.
+    """Return the trace of a step in which FSDP shards the weights among ranks, from a trace with unsharded weights.
 
-    Activations and work are assumed to be the same. Weights are gathered for the forward and the backward pass and
-    their gradients divided, which takes one and a half times as long as a sum. A teacher's are gathered once."""
+    Activations and work are assumed to be the same. Weights are gathered for the forward and for the backward pass and
+    gradients reduce-scattered: 1.5 times the time of an all-reduce. A teacher's weights are gathered once."""
     if ranks == 1:
         return trace
     method = _meta_method(recipe)
@@ -384,7 +384,7 @@ def divided(recipe: Recipe, trace: StepTrace, ranks: int) -> StepTrace:
 
 
 def gathered(method: Method) -> int:
-    """Return the bytes of weights and gradients that are whole on every rank at the same time."""
+    """Return the bytes of weights and gradients that each rank holds unsharded at the same time."""
     each = [block for m in method.modules() if isinstance(m, Backbone) for block in blocks(m.model)]
     sizes = [(sum(p.nbytes * (1 + p.requires_grad) for p in block.parameters())) for block in each]
     inside = {id(p) for block in each for p in block.parameters()}

@@ -1,4 +1,4 @@
-"""Ask a run to stop: the requests of a command and of a person, which rank 0 watches for.
+"""Ask a run to save and stop. A command or a person can ask, and rank 0 watches for their requests.
 
 A command that only waits for a run on Ray imports this, so it must not import PyTorch.
 """
@@ -16,16 +16,16 @@ from eagleray.runs.run_store import run_store
 class StopRequest(Background):
     """A command's request that its run saves a checkpoint and stops.
 
-    A run in this process sees `event`; other processes see a file, the note. Its name ends with the id of the command,
-    so that runs of other commands ignore it, and it is empty, so that it fits on a full disk. Writing is repeated until
-    it succeeds or the command ends."""
+    A run in this process sees `event`; other processes see a marker file. Its name ends with the id of the command, so
+    that runs of other commands ignore it, and it is empty, so that it fits on a full disk. Writing is repeated until it
+    succeeds or the command ends."""
 
     seconds = 0.2
 
     def __init__(self, out: str, command: str) -> None:
         super().__init__("ask-to-stop")
         self.out, self.command, self.event = out, command, threading.Event()
-        self.time_over = False  # whether `after` has asked
+        self.time_over = False  # whether the run was asked to stop by the time limit of `after`
 
     def ask(self) -> None:
         """Ask the run to stop. May be called from a signal handler, which may interrupt a request to the store."""
@@ -60,12 +60,12 @@ class StopRequest(Background):
         self.ended.set()
 
     def close(self) -> None:
-        """Give up writing, as the run has ended. A request to a store that does not answer is not waited for."""
+        """Give up writing, as the run has ended, without waiting for a store that does not answer."""
         self.ended.set()
 
 
 def notes_of(command: str) -> tuple[str, str]:
-    """Return the names of the files by which a person, and by which this command, ask its run to stop."""
+    """Return the names of two marker files that ask the run of a command to stop: a person's and the command's."""
     return layout.STOP, f"{layout.STOP}-{command}"
 
 

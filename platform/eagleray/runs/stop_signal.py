@@ -13,7 +13,7 @@ class StopSignal(Background):
     """Watches, on rank 0 alone, whether the run was asked to stop, and tells the other ranks."""
 
     def __init__(self, out: str, command: str = "", event: threading.Event | None = None) -> None:
-        """`command` is the id of the command that the run belongs to, and `event` that of a request in this process."""
+        """`command` is the id of the command that the run belongs to, `event` that of a StopRequest in this process."""
         super().__init__("stop-signal")
         self.run_store, self.event, self.requested = run_store(out), event or threading.Event(), False
         self.notes = notes_of(command)

@@ -32,8 +32,8 @@ def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
 
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a run that has taken at least `steps` steps, or all that it ever will, and was evaluated at
-    its end, or None."""
+    """Return the summary of a run that was evaluated at its end, which came after at least `steps` steps or early by
+    `start.stop_below`; None for other runs."""
     return if_finished(read_summary(folder), steps)
 
 

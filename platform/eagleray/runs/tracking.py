@@ -1,4 +1,4 @@
-"""Say where the history of a run is sent, and record in the run's folder which run it is there."""
+"""Choose the MLflow server that gets a run's history, and store the run's id there in a note file, mlflow.json."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Tracking:
     uri: str = field(repr=False)  # may hold a password
     parent: str | None = None  # id of the run under which this one is shown
     name: str | None = None  # the run's name; by default that of its folder
-    key: str | None = None  # key by which a run without its note file is found; random by default
+    key: str | None = None  # key by which the server's run is found if the note file has no id; random by default
     user: str = ""  # name of the person who began the run
 
 
@@ -37,8 +37,8 @@ class DataInput(NamedTuple):
 
 
 def tracking_of(folder: Path, name: str | None = None) -> Tracking:
-    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, else to the SQLite file that its note names, else
-    to the one beside its folder, which all runs there share. Raises UserError when this path has a question mark."""
+    """Return where a run's history is sent: to MLFLOW_TRACKING_URI, else to the SQLite file that its note file names,
+    else to mlflow.db beside its folder, which all runs there share. Raises UserError when this path has a `?`."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         files = [known for known in _read(folder / layout.MLFLOW) if known.startswith("sqlite:///")]
@@ -55,13 +55,13 @@ def tracking_of(folder: Path, name: str | None = None) -> Tracking:
 
 
 def read_note(note: Path, uri: str) -> dict[str, Any]:
-    """Return what the note file says about the run on this server, or nothing if it is on another server."""
+    """Return what the note file says about the run on the server `uri`, or nothing if it is on other servers only."""
     return _read(note).get(hide_secrets(uri), {})
 
 
 def write_note(note: Path, uri: str, fields: Mapping[str, Any]) -> None:
-    """Replace what the note file says about the run on this server.
-    Entries about other servers stay, as an address may be given wrong for once."""
+    """Replace what the note file says about the run on the server `uri`.
+    Entries about other servers stay, as `uri` may be a mistake that is corrected later."""
     others = {known: said for known, said in _read(note).items() if known != hide_secrets(uri)}
     write_atomic(note, json.dumps(others | {hide_secrets(uri): fields}))
 

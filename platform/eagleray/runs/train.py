@@ -52,7 +52,7 @@ def train(run: RankRun, start: int) -> int:
     step_log = StepLog(plan, world, folder, quarantine, run.monitor, run.clock, run.line, loader)
     trainer = make_trainer(plan.recipe, run.method, run.optimizer, run.precision, run.wrap)
     batches = loader.batches(start, plan.steps, should_stop=folder.asked)
-    lost = ""  # why the run ends, if it has lost what its start weights knew
+    lost = ""  # why the run ends, if its features have got too much worse than at the start
 
     with Profiler(plan.recipe.profile if world.rank == 0 else None, folder.path, world.device) as profiler:
         while step < plan.steps:
@@ -101,13 +101,13 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
         run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
         record |= evaluations.online(run, at.step + 1)
         run.line.record = {}
-        step_log.since = time.perf_counter()  # the time of an evaluation is not that of steps
+        step_log.since = time.perf_counter()  # so that images/s does not count the time of the evaluation
     log_record(run, record)
 
 
 def finish_line(run: RankRun, step: int) -> None:
-    """Evaluate, and write the line of metrics.jsonl that is missing if an earlier start was killed between the
-    checkpoint of this step and its scores."""
+    """If an earlier start was killed between the checkpoint of this step and its evaluation, evaluate now and write the
+    line of metrics.jsonl that is missing."""
     line = run.line
     record, line.record = line.record, {}
     if record and not dist.from_rank_zero(partial(run.folder.has_line, step)):
@@ -128,7 +128,7 @@ def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
     began, guard = time.perf_counter(), run.guard
     run.compare_with_start(step)
     run.folder.note_findings(guard.findings())
-    step_log.since += time.perf_counter() - began  # the time of an evaluation is not that of steps
+    step_log.since += time.perf_counter() - began  # so that images/s does not count the time of this comparison
     lost = guard.lost()
     guard.over = bool(lost) and guard.returns is not None
     return lost

@@ -1,10 +1,10 @@
-"""Judge whether the numbers at the end of a run are better than those of the untrained backbone, and of the start.
+"""Judge whether a backbone scores higher at the end of its run than the untrained backbone, and than at the start.
 
-A number in percent of n held-out images is noisy. With shares p and q of two backbones, the standard error of their
-difference is at most sqrt((p (1 - p) + q (1 - q)) / n), its value for independent images. Both see the same images, so
-it is smaller. A difference of more than two standard errors counts, which chance alone exceeds in one of twenty runs.
+A score in percent is a share of n held-out images, and so noisy. For the scores p and q of two backbones, the standard
+error of p - q is sqrt((p (1 - p) + q (1 - q)) / n) on independent images, and less here, as both see the same images. A
+difference counts if it is above two standard errors, which chance alone exceeds in one of twenty runs.
 
-Without labels there are two numbers. The share of crops found decides, unless LiDAR contradicts (docs/evaluate.md)."""
+Without labels there are two scores. The share of crops found decides, unless LiDAR contradicts (docs/evaluate.md)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -12,31 +12,31 @@ from typing import NamedTuple
 from eagleray.runs.health import BELOW, BELOW_START, EQUAL, Finding
 from eagleray.runs.metrics import AT_START, CROPS_FOUND, CROPS_LIDAR, KNN_TOP1, LIDAR_ERROR, LINEAR_TOP1, UNTRAINED
 
-ERRORS = 2  # standard errors of a difference that chance may make
-NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # names of numbers in percent, by key
-TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}  # names of the backbones to compare with, by key ending
+ERRORS = 2  # number of standard errors up to which a difference may be chance
+NUMBERS = {KNN_TOP1: "kNN", LINEAR_TOP1: "linear", CROPS_FOUND: "crops found"}  # names of scores in percent, by key
+TARGETS = {UNTRAINED: "untrained", AT_START: "the start"}  # backbones to compare with, by the endings of their keys
 WORDS = {1: "better than", 0: "no better than", -1: "worse than"}  # keys are the signs of a comparison
 
 
 class Comparison(NamedTuple):
-    """A number of a backbone beside that of another backbone, and the largest difference that chance may make."""
+    """A score of a backbone beside that of an earlier one, and the largest difference that may be chance."""
 
     name: str
     now: float
     before: float
     noise: float
     unit: str = ""
-    room: bool = True  # whether a better backbone could be told from the other one
+    room: bool = True  # whether a perfect score would be above `before` by more than chance
 
     @classmethod
     def of_shares(cls, name: str, now: float, before: float, images: int) -> "Comparison":
-        """Compare two numbers in percent of so many images."""
+        """Compare two scores in percent, both measured on `images` images."""
         room = 100 - before > _noise(100, before, images)
         return cls(name, now, before, _noise(now, before, images), " %", room)
 
     @property
     def sign(self) -> int:
-        """Return 1 where the number is above the other one by more than chance, -1 where it is below, else 0."""
+        """Return 1 if `now` is above `before` by more than chance, -1 if it is below by more than chance, else 0."""
         change = self.now - self.before
         return (change > self.noise) - (change < -self.noise)
 
@@ -45,12 +45,12 @@ class Comparison(NamedTuple):
 
 
 def _noise(now: float, before: float, images: int) -> float:
-    """Return the difference that chance may make between two numbers in percent of so many images."""
+    """Return the largest difference that may be chance between two scores in percent of `images` images."""
     return ERRORS * float(max(now * (100 - now) + before * (100 - before), 0.0) / images) ** 0.5
 
 
 def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Comparison]:
-    """Return a comparison of each deciding number that has a counterpart, whose key ends with `suffix`."""
+    """Compare each score with that of another backbone, whose key has `suffix` at its end, where both are known."""
     both = [key for key in NUMBERS if key in scores and key + suffix in scores and images > 0]
     found = [Comparison.of_shares(NUMBERS[key], scores[key], scores[key + suffix], images) for key in both]
     if CROPS_LIDAR in scores and CROPS_LIDAR + suffix in scores:
@@ -60,15 +60,15 @@ def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Compa
 
 
 def contradict(comparisons: Sequence[Comparison]) -> bool:
-    """Return whether the numbers without labels contradict each other: LiDAR differs by more than chance, and the crops
-    found do not differ in the same direction."""
+    """Return whether the two scores without labels contradict each other: LiDAR differs by more than chance, and the
+    crops found do not differ in the same direction."""
     sign = {c.name: c.sign for c in comparisons}
     lidar, found = sign.get("LiDAR", 0), sign.get(NUMBERS[CROPS_FOUND], 0)
     return lidar != 0 and lidar != found
 
 
 def verdicts(scores: Mapping[str, float], images: int) -> list[str]:
-    """Return a sentence for the untrained backbone and for the start, where the scores have their numbers."""
+    """Return a sentence that compares with the untrained backbone, and one with the start, if `scores` has theirs."""
     found = ((target, compare(scores, suffix, images)) for suffix, target in TARGETS.items())
     return [sentence(target, of, images) for target, of in found if of]
 
@@ -87,14 +87,14 @@ def sentence(target: str, comparisons: Sequence[Comparison], images: int) -> str
 
 
 def listed(comparisons: Sequence[Comparison], images: int) -> str:
-    """Return the numbers, each with the difference that chance may make."""
+    """Return the comparisons as text, each with the largest difference that may be chance."""
     numbers = ", ".join(f"{c} (±{c.noise:.1f} by chance)" for c in comparisons)
     return f"{numbers} of {images:,} images"
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
-    """Yield the findings about the scores at the last step of a run: which numbers are below those of the untrained
-    backbone or the start, and, if none is above the untrained ones, which are equal to these."""
+    """Yield the findings about the scores at the last step of a run: which are below those of the untrained backbone or
+    of the start and, if none is above that of the untrained backbone, which differ from it only by chance."""
     untrained, start = (
         [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
     )
