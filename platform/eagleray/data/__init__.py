@@ -1,7 +1,7 @@
 """Reads shards as an exact, reproducible stream of training batches.
 
-The URLs of indexed shards and a position in the stream go in. Batches on the device come out, the same for any number
-of readers.
+The URLs of indexed shards and a step go in. The batches from this step on come out, on the device and the same for any
+number of ranks and loader processes.
 
 May import: base, config, storage, views.
 """

@@ -13,14 +13,14 @@ class Batch:
     views."""
 
     views: list[Tensor]  # V tensors (B, 3, H, W), normalised
-    index: Tensor  # (B,) position in the data set
-    label: Tensor  # (B,) class, or -1 without one
-    rows: tuple[int, ...]  # B of each of the W ranks, in the order of ranks
-    # (V, B, 4) x and y of the image at the view's upper left and lower right corner, as shares of its width and height.
-    # In a flipped view the first x is the larger one. None if the method has no `needs_boxes`.
+    index: Tensor  # (B,) position of each image in the data set
+    label: Tensor  # (B,) class of each image, or -1 if it has no label
+    rows: tuple[int, ...]  # (W,) number of images B of each rank
+    # (V, B, 4) x and y of each view's upper left and lower right corner in its image, as fractions of the image's width
+    # and height. In a flipped view, the first x is the larger one. None if the method has no `needs_boxes`.
     boxes: Tensor | None = None
 
 
 def whole_boxes(views: Sequence[Tensor]) -> Tensor:
-    """Return the boxes (V, B, 4) of V views (B, 3, S, S) that show whole images, for batches of synthetic pixels."""
+    """Return `Batch.boxes` (V, B, 4) for V `views` (B, 3, S, S), each of which shows a whole synthetic image."""
     return torch.tensor([0.0, 0.0, 1.0, 1.0], device=views[0].device).expand(len(views), len(views[0]), 4)

@@ -32,9 +32,9 @@ VIEWS = Views.of([View(size=224, count=2)])
 IMAGES = 256  # images that are decoded and cropped over and over
 LANES, ROWS = 8, 4  # lanes of the stream; images of each lane per step
 PROCESSES = 4  # most loader processes
-PATIENT = 4  # factor by which a slow store may be measured longer
-HALF = 0.5  # share of the possible rate below which the advice is about the loader itself
-LARGE = 640  # mean longer side in pixels above which smaller images would help much
+PATIENT = 4  # largest factor by which the time to measure a stage grows if its store is slow
+HALF = 0.5  # below this fraction of the rate that other stages allow, a stage itself is the bottleneck
+LARGE = 640  # mean longer side in pixels above which the advice is to make the images smaller, too
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stage:
     seconds: float
     images: int
     bytes: int  # read from image files
-    processes: int = 0  # number that share the CPU work; 0 where the CPU is idle
+    processes: int = 0  # number of processes that share the CPU work; 0 for a stage that only reads
 
     @property
     def rate(self) -> float:
@@ -132,9 +132,8 @@ Work = tuple[int, int]  # numbers of images and of bytes
 
 
 def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
-    """Time a stage for `seconds`.
-
-    A stage that has handled fewer than `least` bytes by then is timed for up to PATIENT times as long."""
+    """Time a stage for `seconds`. If its `work` has handled fewer than `least` bytes by then, it goes on until it has,
+    for at most PATIENT times `seconds`."""
     images = size = 0
     begin = end = time.perf_counter()
     for n, length in work:
@@ -147,7 +146,7 @@ def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 
 def block_work(index: Index, seconds: float) -> Iterator[Work]:
     """Read whole blocks in random order, with as many concurrent requests as a reader makes.
 
-    After `seconds` no further block is requested, but all answers are awaited, as a slow store still owes many."""
+    After `seconds` no further block is requested. Pending requests, of which a slow store has many, still count."""
     end = time.perf_counter() + seconds
 
     def one(block: int) -> Work:
@@ -208,7 +207,8 @@ class _HostOnly(Loader):
 
 
 def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
-    """Read steps from loader processes. `mean` is the mean size of an image in bytes.
+    """Yield the numbers of images and bytes of each step that loader processes read. An image has `mean` bytes on
+    average.
 
     The first step is not counted, because it includes the start of the processes."""
     steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)

@@ -1,4 +1,4 @@
-"""Fetches blocks with several concurrent ranged reads, and compares the checksum of every sample."""
+"""Fetches blocks, ranges of neighbouring samples, by concurrent ranged reads, and verifies every sample's checksum."""
 
 import functools
 import itertools
@@ -19,9 +19,9 @@ from eagleray.storage.block_cache import Cache
 from eagleray.storage.retry import PATIENCE
 
 T = TypeVar("T")
-THREADS = 8  # concurrent requests
+THREADS = 8  # concurrent requests for blocks
 PIECES = 32  # concurrent requests for pieces of blocks
-WASTE = 0.05  # most bytes read between selected images, as a share of the images' bytes
+WASTE = 0.05  # most bytes read in the gaps between selected images, as a fraction of the images' bytes
 
 
 class Pool:
@@ -49,13 +49,13 @@ class Pool:
         while asked := self.queue.get():
             run, future = asked
             if not self.open:
-                future.cancel()  # a thread of another pool may wait for it
+                future.cancel()  # a thread of another pool may wait for this future
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(run())
                 except BaseException as e:
                     future.set_exception(e)
-            del asked, run, future  # no block is kept while waiting
+            del asked, run, future  # so that no block stays in memory while the thread waits
         self.queue.put(None)  # the next thread has to end, too
 
 
@@ -67,9 +67,9 @@ class _Bytes(NamedTuple):
 class Content(NamedTuple):
     """The bytes of a block's samples, and which samples have a wrong checksum."""
 
-    begin: int  # offset in the shard
+    begin: int  # offset of `data` in the shard; 0 if pieces of a block are joined in it
     data: memoryview
-    wrong: set[int]  # offsets of images with wrong checksums
+    wrong: set[int]  # offsets of images with wrong checksums, from the same origin as `begin`
 
 
 Pass = Callable[[Callable[[], Content]], Content]  # gets a block from another reader, or fetches it and passes it on
@@ -83,8 +83,8 @@ class Block:
     def __init__(
         self, fetcher: "Fetcher", samples: NDArray[np.int64], pool: Pool | None = None, through: Pass | None = None
     ) -> None:
-        """`samples` are some of one block, in the block's order. If several readers share the lane, `through` gets the
-        block, in a thread of `pool`."""
+        """`samples` are ascending indices of samples in one block. If several readers share the lane, a thread of
+        `pool` calls `through`, which fetches the block or receives it from the reader that does."""
         self.fetcher, self.samples = fetcher, samples
         first = int(samples[0])
         rows, mine = fetcher.index.rows(first, int(samples[-1]) + 1), samples - first
@@ -111,7 +111,7 @@ class Block:
         return Content(begin, data, wrong)
 
     def _ends(self, piece: slice) -> tuple[int, int]:
-        """Return the number of a piece's first sample and the number after its last one."""
+        """Return the range of samples of a piece: first, and last (excluded)."""
         return int(self.samples[piece.start]), int(self.samples[piece.stop - 1]) + 1
 
     def label(self, sample: int) -> int:
@@ -126,17 +126,17 @@ class Block:
         if at not in wrong:
             return data[at - begin : at - begin + size]
         piece = next(p for p in self.pieces if row < p.stop)
-        data = self.fetcher.read_again(sample, *self._ends(piece))  # they may have changed in transit
+        data = self.fetcher.read_again(sample, *self._ends(piece))  # the bytes may have changed in transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
 
 
 def pieces(samples: NDArray[np.int64], offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[slice]:
-    """Return slices of the samples (n,), each read with one request: neighbours in the shard, and samples with small
-    gaps between them, as long as all these gaps are at most WASTE times the size of the images.
+    """Group samples (n,) into slices, each read with one request. Neighbours in the shard share a slice. So do samples
+    around the smallest gaps, as long as these gaps sum to at most WASTE times the bytes of the images.
 
-    The images begin at `offset` in the shard and have `size` bytes."""
+    The images begin at `offset` (n,) in the shard and have `size` (n,) bytes."""
     gap = offset[1:] - (offset + size)[:-1]
     apart = np.diff(samples) > 1
     smallest = np.flatnonzero(apart)[np.argsort(gap[apart], kind="stable")]
@@ -158,8 +158,8 @@ def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.i
 class Fetcher:
     """Fetches the blocks of an index from the store, through the node's cache if there is one.
 
-    A fetcher that `selects` reads little but the requested samples. Any other keeps whole blocks in the cache, as
-    another lane may read the rest of a block."""
+    With `selects`, it reads little but the requested samples. Otherwise it puts whole blocks into the cache, as another
+    lane may read the rest of a block."""
 
     def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE, selects: bool = False) -> None:
         self.index, self.cache, self.patience, self.selects = index, cache, patience, selects
@@ -168,30 +168,30 @@ class Fetcher:
         self.hands = Pool(PIECES) if asks_often else None
 
     def read_block(self, first: int, last: int) -> _Bytes:
-        """Return the samples `first` to `last` (excluded) of a block, or the whole block if there is a cache. A block
-        of a tar is read with one request."""
+        """Return the bytes of the samples `first` to `last` (excluded) of a block, or of the whole block if there is a
+        cache. A block of a tar is read with one request."""
         if self.cache:
             first, last = self._block(first)
         return _Bytes(byte_range(self.index.rows(first, last))[0], self.read_piece(first, last))
 
     def read_piece(self, first: int, last: int) -> memoryview:
-        """Return the bytes of the samples `first` to `last` (excluded) of a block, and those between them."""
+        """Return a block's bytes from sample `first` to `last` (excluded), including those in gaps between images."""
         if not self.cache:
             return self._read(first, last)
         rows = self.index.rows(first, last)
         return self.cache.get(rows.blob, *byte_range(rows), lambda: self._read(first, last))
 
     def read_pieces(self, ends: Sequence[tuple[int, int]]) -> memoryview:
-        """Return the bytes of several pieces, joined. Several are read concurrently."""
+        """Read pieces concurrently and join their bytes. `ends` are each piece's first and last (excluded) sample."""
         return memoryview(b"".join(self._each(lambda each: self.read_piece(*each), ends)))
 
     def _read(self, first: int, last: int) -> memoryview:
-        # With `selects`, a thread of `hands` runs this. It must not wait for other threads of `hands`.
+        # With `selects`, this runs in a thread of `hands`. Waiting for another of these threads could deadlock.
         each = map if self.selects else self._each
         return self.index.read(first, last, patience=self.patience, each=each)
 
     def _each(self, function: Callable[[Any], T], things: Iterable[Any]) -> Iterator[T]:
-        """Map a function over things, with as many concurrent calls as `hands` has threads."""
+        """Map a function over things with as many concurrent calls as `hands` has threads, if there are any."""
         if not self.hands:
             return map(function, things)
         calls = [self.hands.submit(functools.partial(function, thing)) for thing in things]
@@ -204,13 +204,13 @@ class Fetcher:
             self.hands.close()
 
     def _block(self, sample: int) -> tuple[int, int]:
-        """Return the number of the first sample in a sample's block and the number after its last one."""
+        """Return the range of samples of the block that holds this sample: first, and last (excluded)."""
         block = int(np.searchsorted(self.index.starts, sample, "right")) - 1
         return int(self.index.starts[block]), int(self.index.starts[block + 1])
 
     def read_again(self, sample: int, first: int, last: int) -> memoryview:
-        """Read one image from the store again, and delete from the cache what it was in: with `selects` the piece
-        `first` to `last` (excluded), otherwise its block."""
+        """Read one image from the store again, and delete its bytes from the cache: with `selects`, the piece of the
+        samples `first` to `last` (excluded), otherwise the image's block."""
         if self.cache:
             rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))

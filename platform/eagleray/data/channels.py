@@ -1,5 +1,4 @@
-"""Decodes images of N channels. Each value becomes one of 256 levels, by the mean and standard deviation of its
-channel."""
+"""Decodes images with any number of channels into uint8 levels, scaled by the mean and std of each channel."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the res
     from eagleray.config.channels import Channel
 
 PNG = b"\x89PNG"
-GREY, DEEP = 0, 16  # a PNG's colour type grey, and the bits of a deep value
+GREY, DEEP = 0, 16  # in a PNG's header: colour type of grey images, and the bit depth that Pillow reduces
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # Pillow's modes that keep a file's values
 
 
@@ -29,8 +28,7 @@ def decode_channels(data: bytes | memoryview, channels: "Sequence[Channel]") -> 
 
 def levels(values: NDArray[Any], channels: "Sequence[Channel]") -> NDArray[np.uint8]:
     """Return values (H, W, N) as levels (N, H, W). Each channel is scaled and shifted so that its mean and standard
-    deviation become those that backbones expect, then clipped to 0 to 255. Raises BadImage for infinite values and
-    NaN."""
+    deviation become those that backbones expect, then clipped to 0 to 255. Raises BadImage for infinities and NaN."""
     out = np.empty((len(channels), *values.shape[:2]), np.uint8)
     for level, value, channel, mean, std in zip(
         out, np.moveaxis(values, 2, 0), channels, *colours(len(channels)), strict=True

@@ -1,7 +1,6 @@
-"""Chooses samples by expressions of SQL about columns: those of the index, and those of tables of the user's.
+"""Chooses samples by SQL expressions about columns: of the index, of tables beside the shards and of the user's tables.
 
-Rows pass through DuckDB in parts, so that memory does not grow with the data.
-"""
+DuckDB gets the rows in parts, so that memory does not grow with the data."""
 
 import fnmatch
 import functools
@@ -32,17 +31,17 @@ from eagleray.storage.url_patterns import SPECIAL, expand_braces
 
 log = logging.getLogger(__name__)
 KEY = "data.train"
-OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # columns of every index, and their names there
-SIZE = " size"  # the column of bytes of every table here; expressions know it as `bytes`
+OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # name in an expression: column in the index
+SIZE = " size"  # column of every table here with the bytes of images, which expressions call `bytes`
 ROWS = 2**20  # rows that DuckDB gets at a time
-MEASURED = "columns"  # the folder of measured columns beside the shards, and what their tables are
-UNTYPED = "default"  # of Arrow: a column without a value in one of several tables has the type of the others
+MEASURED = "columns"  # folder of measured columns beside the shards, and the `About.what` of the tables in it
+UNTYPED = "default"  # Arrow's option to join tables: a column of nulls takes its type from the other tables
 NAMES = re.compile(r'"([^"]+)"|([^\W\d]\w*)')
 
 
 def select(index: Index) -> Selection | None:
-    """Return how often each sample is read by what the sources of an index say; None where they say nothing. Raises
-    UserError and Outage."""
+    """Return how often each sample is read by the `where`, `weight`, `exclude` and `share` of the sources of an index,
+    or None if no source has any of these. Raises UserError and Outage."""
     sources = list(dict.fromkeys(index.sources))
     if not any(source.selects for source in sources):
         return None
@@ -70,13 +69,13 @@ def select(index: Index) -> Selection | None:
 
 
 def rows_of(index: Index, shards: NDArray[np.int64]) -> Iterator[slice]:
-    """Yield the samples of each of some shards."""
+    """Yield, for each of the `shards`, the slice of its samples among those of the index."""
     for shard in shards.tolist():
         yield slice(int(index.first[shard]), int(index.first[shard + 1]))
 
 
 def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tuple[Source, float, Any]]) -> None:
-    """Scale the weights so that each source has its share of an epoch, which stays as long as it is."""
+    """Scale the weights so that each source has its share of an epoch, while the length of the epoch stays the same."""
     total, whole = float(weight.sum()), sum(share for _, share, _ in sources)
     for source, share, shards in sources:
         rows = np.concatenate([np.r_[rows] for rows in rows_of(index, shards)])
@@ -86,7 +85,7 @@ def _share_out(weight: NDArray[np.float64], index: Index, sources: Sequence[tupl
 
 
 def open_tables(sources: Sequence[Source]) -> dict[str, "Table"]:
-    """Read the tables that sources name, each once with the columns that any of them needs. Raises UserError."""
+    """Read the tables that sources name, each once, with the columns that any source needs. Raises UserError."""
     wanted: dict[str, set[str]] = {}
     for source in sources:
         for url in source.columns:
@@ -97,8 +96,8 @@ def open_tables(sources: Sequence[Source]) -> dict[str, "Table"]:
 
 
 def check_found(tables: Mapping[str, "Table"], sources: Sequence[Source]) -> None:
-    """Log how much of a list of excluded samples was found, where that is not all. Raises UserError when nothing of a
-    table was found in any of the sources that name it."""
+    """Log a warning about a list of excluded samples of which some were not found. Raises UserError when no key of a
+    table was found in any source that names the table."""
     for url, table in tables.items():
         named = [source for source in sources if url in (*source.columns, source.exclude)]
         if not table.found.any():
@@ -117,8 +116,8 @@ def weights_of(
     opened: Mapping[str, "Table"],
     key: str = f"{KEY}.",
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]]]:
-    """Yield the weights of the samples of each of some shards, all of one source, their bytes, and the position in WHY
-    of the reason. Raises UserError, which begins with what the user calls the expression: `key` and `where` or
+    """Yield, for each of the `shards` of one source, the weights of its samples, their bytes, and the positions in WHY
+    of the reasons for the weights. A UserError begins with the name of the expression: `key` and `where` or
     `weight`."""
     names = names_in(source.where) | names_in(source.weight)
     beside = tables_beside([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
@@ -143,7 +142,7 @@ def weights_of(
 
 
 def unfinished(table: SampleTable, url: str) -> str:
-    """Return what an interrupted table of the shards at a URL is called, and what continues it."""
+    """Return text that names an interrupted table of the shards at a URL, and the command that continues it."""
     settings = table.about.settings
     if "measures" not in settings:
         return f"{table.folder} is not finished: the same eagleray data cluster continues it"
@@ -158,8 +157,8 @@ def names_in(expression: str | None) -> set[str]:
 
 
 def check_meaning(source: Source, measured: Sequence["Measured"], given: Sequence["Table"], key: str) -> None:
-    """Raises UserError when tables beside the shards mean different things by a name in an expression, as JSON's and a
-    cluster's `similarity` do, and none of the `given` tables decides."""
+    """Raises UserError when an expression has a name that tables beside the shards use for different things, as JSON's
+    and a cluster's `similarity` are, and none of the `given` tables, which take precedence, has such a column."""
     for option, expression in ("where", source.where), ("weight", source.weight):
         for name in sorted(names_in(expression) - {name for table in given for name in table.names}):
             meanings = {table.meaning(name): table.table.folder for table in measured if name in table.names}
@@ -174,8 +173,8 @@ def check_meaning(source: Source, measured: Sequence["Measured"], given: Sequenc
 def samples_where(
     index: Index, url: str, where: str, columns: str
 ) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.int64]]]:
-    """Yield for which samples of each shard the expression of the option `--where` is true, and their bytes. `columns`
-    is the file of `--columns` or empty. Raises UserError."""
+    """Yield, for each shard, a mask of the samples for which the expression of the option `--where` is true, and the
+    bytes of all samples. `columns` is the file of `--columns` or empty. Raises UserError."""
     source = Source(url=url, where=where, columns=(columns,) if columns else ())
     tables = open_tables([source])
     for weight, size, _ in weights_of(index, np.arange(len(index.shards)), source, tables, key="--"):
@@ -184,8 +183,8 @@ def samples_where(
 
 
 def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], list[str]]:
-    """Return the samples that the file of the option `--samples` lists or, without one, for which the expression of
-    `--where` is true, and the keys of the file that no sample has. Raises UserError when none has any."""
+    """Return the samples that `listed`, the file of `--samples`, names or, without it, those for which the expression
+    of `--where` is true; and the file's keys that no sample has. Raises UserError when it lists no sample."""
     given = list(dict.fromkeys(index.sources))
     asked = [
         Source(url=s.url, exclude=listed) if listed else Source(url=s.url, where=where, columns=s.columns)
@@ -205,14 +204,14 @@ def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], li
 
 
 def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
-    """Yield neighbouring shards that have about ROWS samples together."""
+    """Yield lists of neighbouring shards with about ROWS samples per list."""
     ends = np.cumsum(np.diff(index.first)[shards])
     for _, group in itertools.groupby(zip(shards.tolist(), ends.tolist(), strict=True), lambda each: each[1] // ROWS):
         yield [shard for shard, _ in group]
 
 
 def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Sequence["Measured"]) -> pa.Table:
-    """Return those of the wanted columns that the index or what was measured has of the samples of a shard."""
+    """Return a table of a shard's samples: their bytes, and the `wanted` columns that the index or `measured` has."""
     name = index.shards[shard].url.rpartition("/")[2]
     read = index.column(shard, sorted({OWN[c] for c in wanted if OWN.get(c)} | {"size"}))
     columns = {c: read[OWN[c]] for c in wanted if OWN.get(c)} | {SIZE: read["size"]}
@@ -224,12 +223,12 @@ def own_columns(index: Index, shard: int, wanted: Sequence[str], measured: Seque
 
 
 class Table:
-    """A table of the user's with a row for each of some samples: Parquet or CSV, with the column `key`, and `shard`
-    where keys are not unique among the shards. It may be one file or many."""
+    """A table that the user provides for some samples, in one or more Parquet or CSV files. The column `key` tells
+    which sample a row is about, together with the column `shard` where shards have the same keys."""
 
     def __init__(self, url: str, wanted: Collection[str] = ()) -> None:
-        """Read the keys and the columns that are `wanted`. Raises UserError when there is no such table, it has no
-        keys, or some of them twice, and when its files have other columns than each other."""
+        """Read the keys and the `wanted` columns. Raises UserError when there is no such table, when it has no keys or
+        one of them twice, and when the columns of its files do not fit together."""
         self.url = url
         read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
         with explained(f"{url}: its files have other columns", pa.ArrowException):
@@ -240,17 +239,17 @@ class Table:
         self.keys = self._joined(self.table["key"].cast(pa.string()), self.table["shard"] if self.by_shard else None)
         if len(pc.unique(self.keys)) < len(self.keys):
             raise UserError(f"{url}: has a key twice; a column shard tells samples of one key apart")
-        self.found = np.zeros(len(self.keys), bool)  # the keys that some sample has
+        self.found = np.zeros(len(self.keys), bool)  # whether a sample with each key was found
         self.names = [c for c in dict.fromkeys(c for _, names in read for c in names) if c not in ("key", "shard")]
 
     def rows_of(self, samples: pa.Table) -> pa.ChunkedArray:
-        """Return the row of each sample, by its columns key and shard; null where the table has none."""
+        """Return the row of this table for each sample, by the sample's key and shard, or null if there is none."""
         rows = pc.index_in(self._joined(samples["key"], samples["shard"]), value_set=self.keys)
         self.found[rows.drop_null().to_numpy()] = True
         return rows
 
     def join(self, samples: pa.Table, wanted: Sequence[str]) -> pa.Table:
-        """Return samples with those columns of this table that are wanted, null where it has no row."""
+        """Return `samples` with those columns of this table that are wanted, null for samples without a row in it."""
         rows = self.rows_of(samples)
         for name in self.names:
             if name in wanted:
@@ -268,10 +267,10 @@ class Measured:
 
     def __init__(self, table: SampleTable) -> None:
         self.table, self.names = table, table.columns()
-        self.last: tuple[int, Any] = (-1, None)  # the part that was read last
+        self.last: tuple[int, Any] = (-1, None)  # number and rows of the part that was read last
 
     def meaning(self, name: str) -> str:
-        """Return what one of the columns is, which is the same in all tables of the same measure."""
+        """Return a text for what the column `name` means, equal in all tables in which it means the same."""
         settings = self.table.about.settings
         if name in settings.get("json", {}):
             return "json"
@@ -279,7 +278,7 @@ class Measured:
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
-        """The first row of each shard, and the one behind its last."""
+        """The rows of each shard, by its name: first, and last (excluded)."""
         places: dict[str, tuple[int, int]] = {}
         for number in self.table.parts:
             first = start = int(self.table.samples(number)[0])
@@ -291,8 +290,8 @@ class Measured:
         return places
 
     def columns_of(self, index: Index, shard: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """Return some columns for the samples of a shard. Raises UserError when the shard had others, or another
-        order."""
+        """Return some columns for the samples of a shard. Raises UserError when the shard had other samples, or another
+        order of them, when the table was written."""
         if not names:
             return {}
         name, samples = index.shards[shard].url.rpartition("/")[2], int(index.first[shard + 1] - index.first[shard])
@@ -313,8 +312,8 @@ class Measured:
 
 
 def files_of(url: str) -> list[str]:
-    """Return the files that a URL names, which may have braces, and wildcards in the file name, unless there is a file
-    of this very name. Raises UserError."""
+    """Return the files that a URL names. Braces, and wildcards in the file name, are expanded unless a file of this
+    very name exists. Raises UserError when no file matches a wildcard."""
     files: list[str] = []
     if SPECIAL & set(url) and what_is(absolute(url)) == "file":
         return [absolute(url)]
@@ -332,7 +331,7 @@ def files_of(url: str) -> list[str]:
 
 
 def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
-    """Return a table with those of its columns that are wanted, and the names of all. Raises UserError."""
+    """Return the wanted columns of a Parquet or CSV file, and the names of all its columns. Raises UserError."""
     data = io.BytesIO(read_file(url))
     with explained(f"{url}: cannot be read", pa.ArrowException, OSError):
         if not url.lower().endswith(".parquet"):
@@ -343,7 +342,7 @@ def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
 
 
 def _read_csv(data: io.BytesIO) -> pa.Table:
-    """Return a table of CSV, whose keys are texts: 000123 is not the number 123."""
+    """Read a table of CSV, with keys and shards as texts, as the key 000123 would lose its zeros as a number."""
     texts = pyarrow.csv.ConvertOptions(column_types={"key": pa.string(), "shard": pa.string()})
     return pyarrow.csv.read_csv(data, convert_options=texts)
 

@@ -1,8 +1,8 @@
-"""Predicts from an image's header what decoding takes, and refuses images that take too much for the size of their
-files.
+"""Predicts from an image's header the memory and time to decode it, and refuses images that take too much for the size
+of their files.
 
-Under a limit of pixels alone, 34 bytes of WebP could take 2.7 GiB. Photographs have at least one byte per fifty pixels.
-So an image may take an amount of memory that any machine has, and more in proportion to its bytes."""
+With a limit of pixels alone, a WebP of 34 bytes could take 2.7 GiB. As photographs have at least one byte per fifty
+pixels, an image may take an amount of memory that any machine has, and more in proportion to its bytes."""
 
 import re
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from itertools import islice
 from PIL import Image
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
-FREE, PER_BYTE = 2**28, 2**10  # bytes of memory for any image; further bytes for each byte of its file
-# Bytes of memory per pixel, measured with images of one colour: the pixels of Pillow, of eagleray and of the library.
+FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take; more for each byte of its file
+# Bytes of memory per pixel, measured with images of one colour: Pillow's, eagleray's and the decoder's copies of it.
 MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
-USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # bytes per pixel of others and of JPEG; per coefficient, with several scans
+USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # bytes per pixel of other formats, of JPEG; per coefficient with several scans
 # Encoders write about ten scans. A scan may have only 31 bytes, and take as long to decode as the whole image.
 MAX_SCANS = 100
-FREE_WORK = 2**29  # values in the scans of any JPEG, about two seconds; PER_BYTE more for each byte
-MAX_WORK = 24 * MAX_PIXELS  # values in the scans of any JPEG at most: more than eighteen scans of four colours
+FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE more for each byte
+MAX_WORK = 24 * MAX_PIXELS  # most values in a JPEG's scans: as many as 18 progressive scans of four colours have
 SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, at half a microsecond per value
 MAX_SLOW = 2**25  # most values that these decoders may have to decode
 MAX_SEGMENTS = 2**14  # most segments in a JPEG's header
 
 JPEG = b"\xff\xd8"  # first bytes of a JPEG
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # only 0 and restart markers follow 255 in compressed data
-FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # second byte of the first frame header, of the end and of a scan
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # inside compressed data, only 0 and restart markers follow 255
+FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # second bytes of markers: the lowest of a frame header, the end and a scan
 PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 SCANS = re.compile(rb"\xff\xda")  # regular expression, as it takes 0.4 of the time of bytes.count
 Data = bytes | memoryview
@@ -61,8 +61,7 @@ def check_webp(data: Data) -> None:
 
 
 def check_image(image: Image.Image, size: int) -> None:
-    """Raise BadImage for an image, opened but not decoded, that takes too much memory or time for its `size` in
-    bytes."""
+    """Raise BadImage for an opened, undecoded image that takes too much memory or time for its `size` in bytes."""
     _check(*image.size, MEMORY.get(image.format or "", USUAL), size)
     if any(part[0] in SLOW for part in getattr(image, "tile", ())):
         values = min(image.width * image.height * len(image.getbands()), size)
@@ -80,7 +79,7 @@ def check_jpeg(data: Data) -> tuple[int, int, int]:
     height, width, channels = jpeg_size(data)
     check_pixels(width, height)
     pixels, seeming = height * width, sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
-    most = pixels * channels  # values; nearly all images are small enough, so that no more has to be known
+    most = pixels * channels  # values of a scan at most; by this bound nearly all images pass, with no scan parsed
     if seeming > MAX_SCANS or seeming * most > FREE_WORK or OF_JPEG * pixels + COEFFICIENT * most > FREE:
         _check_scans(data, f"{width} x {height} pixels", pixels)
     return height, width, channels
@@ -98,8 +97,8 @@ def _check_scans(data: Data, what: str, pixels: int) -> None:
 
 
 def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
-    """Return the number of a JPEG's scans, and their values per pixel. `parts` has the values per pixel of each
-    component. Bytes that look like a scan in thumbnails, or in videos that phones append to the image, are skipped."""
+    """Return the number of a JPEG's scans, and the sum of their values per pixel. `parts` has those of each component,
+    by id. Bytes that look like a scan in thumbnails, or in videos that phones append to the image, are skipped."""
     scans, values, found = 0, 0.0, MARKER.search(data, 2)
     while found and (kind := data[found.end() - 1]) != END:
         at = found.end()
@@ -107,7 +106,7 @@ def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
             scans += 1
             values += sum(parts.get(component, 1) for component in data[at + 3 : at + 3 + 2 * min(data[at + 2], 4) : 2])
         length = int.from_bytes(data[at : at + 2])
-        # libjpeg looks for the next restart after a marker below the first frame header, so that has no length.
+        # After a marker below FRAME, libjpeg looks for the next restart marker and reads no length.
         found = MARKER.search(data, at + (length if kind >= FRAME else 0))
     return scans, values
 
@@ -119,8 +118,8 @@ def jpeg_size(data: Data) -> tuple[int, int, int]:
 
 
 def _frame(data: Data) -> tuple[int, list[tuple[int, float]]]:
-    """Return the kind of a JPEG's frame, and for each channel its number, which damaged files use twice, and its values
-    per pixel, which are fewer than one if colour is subsampled. Raises BadImage."""
+    """Return the marker of a JPEG's frame header, and the id of each channel, which damaged files use twice, with its
+    values per pixel, which are fewer than one if colour is subsampled. Raises BadImage."""
     at = _frame_at(data)
     fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
     factors = [(both >> 4) * (both & 15) for both in fields[1::3]]
@@ -157,7 +156,7 @@ def jpeg_segments(data: Data) -> Iterator[tuple[int, int]]:
             continue
         yield kind, at
         length = int.from_bytes(data[at + 2 : at + 4])
-        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length after 0, either
+        if kind in (0x00, 0xD8, 0xD9, 0xDA) or length < 2:  # libjpeg reads no length after the marker 0, either
             raise BadImage("damaged JPEG header")
         at += 2 + length
     raise BadImage(f"a JPEG with more than {MAX_SEGMENTS} segments in its header")

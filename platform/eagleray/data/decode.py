@@ -1,7 +1,7 @@
-"""Decodes image files, JPEG with simplejpeg and all other formats with Pillow. The content decides, not the file name.
+"""Decodes image files, JPEG with simplejpeg and other formats with Pillow. The content tells the format, not the name.
 
 torchvision decodes a JPEG in which simplejpeg finds an error, and every JPEG if simplejpeg is missing. If torchvision
-has no JPEG decoder, Pillow decodes. The pixels are the same."""
+has no JPEG decoder, Pillow decodes. All give the same pixels."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from eagleray.data.pixels import decoding, open_upright
 
 try:
     import simplejpeg
-except ImportError:  # the environment of a model in MLflow lacks it
+except ImportError:  # the environment of a model in MLflow lacks simplejpeg
     simplejpeg = None
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:  # torchvision has deprecated it
+except ImportError:  # torchvision has deprecated this decoder
     decode_jpeg = None
 
 if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
@@ -32,8 +32,8 @@ EXIF, ORIENTATION = b"Exif\0\0", 0x112
 
 
 def decode(data: bytes | memoryview, channels: "Sequence[Channel]" = ()) -> Tensor:
-    """Decode an image file into an upright uint8 RGB tensor (3, H, W) or, with `channels`, into their levels (N, H, W).
-    Raises BadImage."""
+    """Decode an image file into an upright uint8 RGB tensor (3, H, W) or, with N `channels`, into uint8 levels
+    (N, H, W). Raises BadImage."""
     with decoding():
         if channels:
             from eagleray.data.channels import decode_channels
@@ -62,8 +62,7 @@ def _other(data: bytes | memoryview) -> Tensor:
 
 
 def orientation(data: bytes | memoryview) -> int:
-    """Return a JPEG's EXIF orientation, 1 to 8; 1 where it is missing or invalid. Raises BadImage for a damaged
-    header."""
+    """Return a JPEG's EXIF orientation, 1 to 8; 1 where missing or invalid. Raises BadImage for a damaged header."""
     for kind, at in jpeg_segments(data):
         if is_frame(kind):
             break
@@ -74,7 +73,7 @@ def orientation(data: bytes | memoryview) -> int:
                     warnings.simplefilter("ignore")  # Pillow warns about damaged tags
                     exif.load(bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4])]))
                     found = int(exif.get(ORIENTATION, 1))
-            except Exception:  # any that a damaged table of tags causes
+            except Exception:  # a damaged table of tags may cause any error
                 return 1
             return found if 1 <= found <= 8 else 1
     return 1

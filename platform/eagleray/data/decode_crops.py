@@ -1,7 +1,7 @@
 """Decodes an image and draws the boxes of its crops. On request it decodes a large JPEG at 1/2, 1/4 or 1/8 of its size.
 
-JPEG stores blocks of 8 x 8 pixels. A decoder can compute 4 x 4, 2 x 2 or 1 pixel of each in a fraction of the time. The
-views hardly differ where every crop is reduced further."""
+JPEG stores blocks of 8 x 8 pixels. A decoder can compute 4 x 4, 2 x 2 or 1 pixel of each in a fraction of the time. If
+every crop is reduced further to the size of its view, the view hardly differs from that of the full image."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -60,8 +60,8 @@ def factor(boxes: Boxes, sizes: NDArray[np.int64]) -> int:
 
 
 def reduced(boxes: Boxes, by: int) -> Boxes:
-    """Return the boxes in the pixels of the reduced image. Both ends are rounded alike, so a side of n * `by` pixels
-    becomes at least n pixels."""
+    """Return the boxes in the pixels of an image reduced by the factor `by`. Both ends are rounded alike, so a side of
+    n * `by` pixels becomes at least n pixels."""
     first, last = (boxes[:, :2] + by // 2) // by, (boxes[:, :2] + boxes[:, 2:] + by // 2) // by
     return np.concatenate([first, last - first], 1)
 
@@ -74,7 +74,7 @@ def _reduced(
     import simplejpeg
 
     height, width, channels = jpeg_size(data)
-    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # a view would be enlarged
+    if channels == 4 or min(height, width) < FACTORS[-1] * sizes.max():  # CMYK, or too small to be halved
         return None
     check_jpeg(data)
     turned = orientation(data)

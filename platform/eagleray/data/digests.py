@@ -12,7 +12,7 @@ LENGTH = 16  # hexadecimal digits
 
 
 def shard_digests(index: Index) -> dict[str, list[str]]:
-    """Return digests of each shard by its name. They tell whether the shard has the same samples in the same order."""
+    """Return, by each shard's name, its size and tag, and a digest of its checksums in order, for `same_samples`."""
     cuts = zip(index.first[:-1].tolist(), index.first[1:].tolist(), strict=True)
     return {
         blob.url.rpartition("/")[2]: [f"{blob.size} {blob.tag}", _short(index.crc[first:last])]
@@ -21,8 +21,8 @@ def shard_digests(index: Index) -> dict[str, list[str]]:
 
 
 def same_samples(index: Index, shard: int, digests: list[str]) -> bool:
-    """Return whether a shard has the same samples in the same order as the one with these digests. The index's rows are
-    read only if the file's size or tag differs, as those of a copy in another store do."""
+    """Return whether a shard has the same samples in the same order as the shard with these digests. The index's rows
+    are read only if the file's size or tag differs, as the tag of a copy in another store does."""
     blob = index.shards[shard]
     return digests[0] == f"{blob.size} {blob.tag}" or digests[1] == _short(
         index.column(shard, ["crc"])["crc"].to_numpy()

@@ -1,7 +1,7 @@
 """Evaluates SQL expressions about samples with DuckDB, which is kept from reading files.
 
 A run that continues evaluates them again. So functions that may give another value then, such as random(), are refused.
-Time and memory are limited, as SQL expressions can go on endlessly."""
+Time and memory are limited, as the evaluation of an SQL expression may never end."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
 
 WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # reasons why a sample is read, or not
-CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # written without ()
+CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # called without brackets
 SHOWN = 200  # most characters of an expression that an error quotes
 LIMIT = 60.0  # seconds to evaluate one expression
 MEMORY = 4 * 2**30  # bytes to evaluate one expression
@@ -40,9 +40,9 @@ UNSTABLE = f"""
 def evaluate(
     table: pa.Table, kept: NDArray[np.bool_], source: Source, there: str, key: str
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """Return the weights (n,) of rows by a source's `where` and `weight`, 0 for rows that are not `kept` (n,), and for
-    each row the position of its reason in WHY. Raises UserError for a wrong expression. `there` lists the names to
-    use."""
+    """Return the weights (n,) of a table's rows by a source's `where` and `weight`, 0 for rows that are not `kept`
+    (n,), and the position in WHY of each row's reason. Raises UserError for a wrong expression. The message begins with
+    `key`, and quotes `there`, the list of known names."""
     where, weight = (
         f"{key}{k}: {shown(text or '')}" for k, text in (("where", source.where), ("weight", source.weight))
     )
@@ -62,16 +62,16 @@ def evaluate(
         if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
             raise UserError(f"{weight}: expected numbers, got {found.type}")
         out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
-        check_weights(np.append(out, 1), weight)  # that not all are 0 is checked for all shards together
+        check_weights(np.append(out, 1), weight)  # 1 is appended, as all weights of some shards may be 0
         why[kept & (out == 0)] = WHY.index("weight is 0")
     return out, why
 
 
 def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedArray:
-    """Return the values of an expression for every row. Raises UserError when it is invalid, or may change later."""
+    """Return an expression's value for every row. Raises UserError if it is invalid, or may differ at the next call."""
     import duckdb
 
-    if any("\ud800" <= c <= "\udfff" for c in expression):  # half of a character in UTF-16
+    if any("\ud800" <= c <= "\udfff" for c in expression):  # surrogates, halves of a character in UTF-16
         raise UserError(f"{name}: has half of a character")
     # The connection is not closed: it ends with its last user, which may be a thread that does not stop.
     connection = duckdb.connect(":memory:", config={"threads": 1, "memory_limit": f"{MEMORY // 2**20}MiB"})
@@ -113,8 +113,8 @@ def within_limits(connection: Any, sql: str, name: str) -> pa.Table:
     or MEMORY bytes. Errors of DuckDB are raised as they are."""
     memory, began = psutil.Process(), time.monotonic()
     before, over = memory.memory_info().rss, ""
-    # It runs in a thread, so that this one can go on without it. DuckDB notices an interruption only between blocks of
-    # rows, and its memory limit does not count all of its memory.
+    # The statement runs in another thread, so that this one can go on without it. DuckDB notices an interruption only
+    # between blocks of rows, and its memory limit does not count all of its memory.
     found = begin(lambda: connection.sql(sql).to_arrow_table(), "expression")
     while not over and not found.done():
         wait([found], LOOK)
@@ -152,8 +152,8 @@ def one_expression(connection: Any, expression: str, name: str) -> Any:
 
 
 def _take_elements(tree: Any) -> list[Any]:
-    """Return the elements of the only list that a statement selects. They are removed from its tree, and so are all
-    positions in the text. Statements of another form have no elements."""
+    """Remove the elements of the only list that a statement selects from the statement's syntax tree, and return them;
+    none for statements of another form. Also remove all positions in the text from the tree."""
     statements = tree.get("statements") or [{}]
     selected = statements[0].get("node", {}).get("select_list") or [{}]
     elements: list[Any] = next((selected[0].pop(key) for key in ("arguments", "children") if key in selected[0]), [])
@@ -173,14 +173,14 @@ def unstable() -> frozenset[str]:
 
 
 def parsed(connection: Any, sql: str) -> Any:
-    """Return the syntax tree of a statement, incomplete if DuckDB does not understand it. Raises RecursionError."""
+    """Return the syntax tree of a statement, incomplete if DuckDB cannot parse the statement. Raises RecursionError."""
     ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
     return json.loads(text)
 
 
 def looks_at_others(parts: Sequence[dict[str, Any]]) -> bool:
-    """Return whether an expression's value for a row of `samples` depends on other rows, by a window or a subquery. The
-    table has only some of all rows, and DuckDB returns the values of windows in another order."""
+    """Return whether an expression's value for a row depends on other rows of `samples`, by a window or a subquery.
+    This table has only some of all rows, and DuckDB returns the values of windows in another order."""
     tables = {part["table_name"].lower() for part in parts if part.get("table_name")}
     return "samples" in tables or any(part.get("class") == "WINDOW" for part in parts)
 

@@ -29,7 +29,8 @@ def from_text(text: str) -> str:
 
 
 def readable(name: str) -> str:
-    """Return a name, stored or not, for a message. `\\xe9` stands for a byte that is not UTF-8 or not printable."""
+    """Return a file name, stored or not, for a message. `\\xe9` stands for a byte that is not UTF-8 or not
+    printable."""
     return name if name.isprintable() and name.isascii() else _UNPRINTABLE.sub(_escape, name)
 
 

@@ -1,4 +1,4 @@
-"""Opens the index of a folder of images, local or in a store. The index has parts of the folder as shards."""
+"""Opens the index of a folder of images, local or in a store. The shards in this index are parts of the folder."""
 
 import contextlib
 import itertools
@@ -39,7 +39,8 @@ def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tic
             if found := images.difference():
                 raise _changed(folder, found[0], "is gone" if found[1] else "has changed")
             _check_doubtful(folder, images, scan_all, note)
-            with contextlib.nullcontext() if images.has_new else contextlib.suppress(UserError):  # it is remembered
+            # Unless images are new, the index need not be writable: this machine remembers that they are unchanged.
+            with contextlib.nullcontext() if images.has_new else contextlib.suppress(UserError):
                 known = _index(folder, images, places, scan_all, note, tick, again)
         elif again or not known:
             known = _index(folder, images, places, scan_all, note, tick, again)
@@ -62,7 +63,7 @@ def _entries(known: ShardFiles) -> Iterator[Any]:
 
 
 def _is_known(folder: str, images: ImageList, known: ShardFiles) -> bool:
-    """Return whether the folder has exactly the indexed images, by their stamps alone."""
+    """Return whether stamps alone show that the folder has exactly the indexed images."""
     return images.stamp.fits(next(_entries(known)).stamp) or (
         store.folder_of(folder) is not None
         and short(images.stamp, *(blob.tag for blob, _ in known)) in Verified(folder)
@@ -83,7 +84,7 @@ def _changed(folder: str, path: str, how: str) -> UserError:
 
 def _check_doubtful(folder: str, images: ImageList, scan_all: Scan, note: Note) -> None:
     """Read those images again whose times or versions differ from those at which they were last found unchanged. Raises
-    UserError with the name of the first that has changed."""
+    UserError that names the first image that has changed."""
     here = store.folder_of(folder) is not None
     verified = Verified(folder if here else None)
 

@@ -1,7 +1,7 @@
 """Lists and reads a folder of images, local or in a store, as if it were one shard with its files one after the other.
 
-The files are ordered by a hash of their paths. Neighbours are read together, and in the order of names most neighbours
-would be of one class. Large folders are divided into parts in that order, so that no process has all rows in memory."""
+The files are ordered by a hash of their paths, as neighbours are read together and would mostly be of one class if they
+were ordered by name. Large folders are divided into parts of this order, so that no process has all rows in memory."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ from eagleray.storage.retry import PATIENCE
 from eagleray.storage.shard_names import is_shard
 from eagleray.storage.wide_walk import WHOLE, Disordered, Names, wide_walk
 
-NAME = "."  # name, as a shard, of a whole folder, and beginning of the names of a folder's parts
+NAME = "."  # name of a whole folder as a shard, and first character of the names of its parts
 PARTS = re.compile(r"\.[0-9]*")
 INDEX = "index.parquet"
 SHARD = ".tar shards"  # the kind under which .tar shards beside images are counted
@@ -65,7 +65,7 @@ def part_names(count: int) -> list[str]:
 
 
 def is_folder_blob(blob: Blob) -> bool:
-    """Return whether a shard is a folder of images."""
+    """Return whether a shard is a folder of images, or a part of one."""
     return is_part(blob.url.rpartition("/")[2])
 
 
@@ -75,13 +75,13 @@ def address(blob: Blob) -> str:
 
 
 def whole(blob: Blob) -> Blob:
-    """Return the shard that stands for all parts of a folder of images. Any other shard is returned as it is."""
+    """For a folder of images or a part of one, return the shard that stands for the whole folder; otherwise, `blob`."""
     return Blob(f"{address(blob)}/{NAME}", 0) if is_folder_blob(blob) else blob
 
 
 def holds_images(folder: str) -> bool:
-    """Return whether a folder has images in it or below it, and no tars directly in it. In a store, only the first page
-    of the files directly in it is looked at if that has an image."""
+    """Return whether a folder has images in it or below it, and no tars directly in it. In a store, listing stops after
+    PAGE files, or later as soon as an image is found."""
     root = store.folder_of(folder)
     if root is None:
         return store.store(folder).lists and _holds_images_there(folder)
@@ -110,7 +110,7 @@ def _holds_images_there(folder: str) -> bool:
 
 def list_images(folder: str, images: ImageList, note: Callable[[str], None] = lambda _: None) -> None:
     """List the images in a folder and in all folders below it. In a store, a listing that was killed is continued, and
-    `note` is told of the progress of a long one.
+    `note` is called with the progress of a long one.
 
     Raises UserError when a folder cannot be listed, and when shards lie directly in a store's folder beside images."""
     if store.folder_of(folder):
@@ -186,8 +186,8 @@ class Images(NamedTuple):
 
 
 def class_labels(tops: Iterable[str]) -> dict[str, int]:
-    """Return a class number for each name in `tops`, folders directly below the listed one. An empty name stands for
-    the listed folder itself.
+    """Return the class of each name in `tops`, the folders directly below the listed one that hold images. An empty
+    name stands for the listed folder itself.
 
     No classes are returned if there is only one such folder, or if an image lies in none of them."""
     names = sorted(tops)
@@ -195,8 +195,8 @@ def class_labels(tops: Iterable[str]) -> dict[str, int]:
 
 
 def read_files(folder: str, paths: Sequence[str], sizes: Sequence[int], patience: float, each: Each) -> memoryview:
-    """Return the bytes of some files, joined. `paths` are texts of an index. `each` maps a function over several files,
-    concurrently.
+    """Return the bytes of some files, joined. `paths` are names as an index stores them. `each` maps a function over
+    several files, concurrently.
 
     A file that is gone or has become too short is filled with zeros. Its checksum is wrong then, so it counts as a
     broken sample and does not stop the run."""
@@ -239,8 +239,8 @@ def _is_image(path: str) -> bool:
 
 
 def _is_hidden(path: str) -> bool:
-    """Return whether a file is silently left out, as it is hidden, below a hidden folder, or a store's mark of a
-    folder."""
+    """Return whether a file is left out silently: a hidden file, a file below a hidden folder, or the object with which
+    a store marks a folder."""
     return path.startswith(".") or "/." in path or path.endswith("/")
 
 

@@ -1,7 +1,7 @@
-"""Keeps the list of a folder's images, their order and what was read of them, in a file on this machine's disk.
+"""Keeps the list of a folder's images, their order and their checksums in an SQLite file on this machine's disk.
 
 SQLite sorts and compares the images, so ten million take no more memory than ten thousand. What a killed command has
-listed and read is kept for the next one."""
+listed and read is kept for the next command."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ from eagleray.data.file_names import from_text, to_text
 from eagleray.data.stamps import Stamp, short
 from eagleray.storage.wide_walk import WHOLE, Names
 
-SOME = 256  # images that are read and stored together; a kill loses as many
+SOME = 256  # images that are read and stored together; a killed command loses at most as many
 STALE = 3600.0  # seconds after which a killed listing begins anew, as many files may have changed
 CACHE = 32 * 2**20  # bytes of SQLite's page cache
 PART = 4096  # most images per part of a folder on average; a part is read from an index, and cached, as a whole
@@ -36,7 +36,7 @@ TABLES = """
     CREATE TABLE IF NOT EXISTS others (kind TEXT PRIMARY KEY, count INT);
     CREATE TABLE IF NOT EXISTS sums (written TEXT, changed TEXT, inode TEXT);
 """
-# What is known and what was read of each image in its present size, or version.
+# Images (i) with what is known of a file of the same size (k), and what was read of the same version (r).
 JOINED = """images AS i
     LEFT JOIN known AS k ON k.hash = i.hash AND k.path = i.path AND k.size = i.size AND k.reason IS NULL
     LEFT JOIN read AS r ON r.hash = i.hash AND r.path = i.path AND r.size = i.size AND r.version = i.version"""
@@ -45,7 +45,7 @@ UNREAD = "k.crc IS NULL AND r.path IS NULL"
 
 
 class Found(NamedTuple):
-    """An image of a listing. Its stamp is that of a local file, or three times the digest of its version in a store."""
+    """A listed image. A local file's stamp has its times and inode; in a store, it repeats a digest of the version."""
 
     path: str
     size: int  # bytes
@@ -79,12 +79,12 @@ class ImageList:
         self._db.execute(f"PRAGMA cache_size = -{CACHE // 2**10}")
         self._db.executescript(TABLES)
         self.fresh = time.time() - path.stat().st_mtime < STALE
-        self.others = Counter[str]()  # numbers of unread files, without hidden ones, by extension with its dot
+        self.others = Counter[str]()  # numbers of files that are no images, by extension with its dot; not hidden ones
         self.sums = [0, 0, 0]
 
     def begin(self, *, resume: bool) -> list[Names]:
-        """Return the spans of names that a killed listing had left. Without any, forget all images and return the
-        whole."""
+        """Return the spans of names that a killed listing has left to list. If there are none, if they are stale or
+        without `resume`, forget all images and return the span of all names."""
         left = self._db.execute("SELECT after, stop FROM spans").fetchall()
         if resume and left and self.fresh:
             self.others = Counter(dict(self._db.execute("SELECT kind, count FROM others")))
@@ -95,7 +95,7 @@ class ImageList:
         return [WHOLE]
 
     def add(self, images: Iterable[Found], others: Iterable[str], left: Sequence[Names]) -> None:
-        """Add the images and other files of a listing, and store the spans of names that it has left."""
+        """Add the images and other files of a listing, and store the spans of names that are still to be listed."""
         rows = []
         for image in images:
             rows.append((_hash(image.path), to_text(image.path), image.size, image.version))
@@ -111,7 +111,7 @@ class ImageList:
             self._db.executemany("INSERT OR REPLACE INTO others VALUES (?, ?)", self.others.items())
 
     def end(self) -> None:
-        """Sort the images and count them, when all were added."""
+        """Sort and count the images, after all were added."""
         self._db.execute("CREATE INDEX IF NOT EXISTS by_hash ON images (hash, path)")
         self.count, self.bytes = self._db.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM images").fetchone()
 
@@ -121,8 +121,8 @@ class ImageList:
         return Stamp(*self.sums)
 
     def top_folders(self) -> list[str]:
-        """Return the folders directly below the listed one that hold images; an empty name for the listed one
-        itself."""
+        """Return the names of the folders directly below the listed folder that hold images, and an empty name if
+        images lie in the listed folder itself."""
         rows = self._db.execute(
             "SELECT DISTINCT CASE instr(path, '/') WHEN 0 THEN '' ELSE substr(path, 1, instr(path, '/') - 1) END "
             "FROM images"
@@ -131,7 +131,7 @@ class ImageList:
 
     @property
     def has_new(self) -> bool:
-        """Return whether some image is not among the known ones."""
+        """Return whether some image is not in the index."""
         return self._number("SELECT COUNT(*) FROM known") < self.count
 
     @property
@@ -145,7 +145,7 @@ class ImageList:
         return 2 ** max(0, -(-self.count // PART) - 1).bit_length()
 
     def know(self, rows: Iterable[Read]) -> None:
-        """Add rows of an index."""
+        """Add images of an index, with their checksums or reasons."""
         self._keep("known", rows)
 
     def keep(self, rows: Iterable[Read]) -> None:
@@ -162,13 +162,13 @@ class ImageList:
         return row and (from_text(row[0]), bool(row[1]))  # type: ignore[no-any-return]
 
     def doubtful(self) -> Iterator[list[Read]]:
-        """Yield, some at a time, images whose version differs from the known one, with their known checksum."""
+        """Yield lists of images whose version differs from that in the index, with their checksum in the index."""
         return self._paged(
             "SELECT i.hash, i.path, i.size, i.version, k.crc, NULL", "k.crc IS NOT NULL AND k.version IS NOT i.version"
         )
 
     def unread(self) -> Iterator[list[Read]]:
-        """Yield, some at a time, images without a known checksum."""
+        """Yield lists of images without a known checksum."""
         return self._paged("SELECT i.hash, i.path, i.size, i.version, NULL, NULL", UNREAD)
 
     def parts(self) -> Iterator[list[Read]]:
@@ -187,7 +187,7 @@ class ImageList:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether there is work that the next command need not do again."""
+        """Return whether the file has an unfinished listing or checksums, which the next command can use."""
         return bool(self._number("SELECT EXISTS (SELECT 1 FROM spans) OR EXISTS (SELECT 1 FROM read)"))
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class ImageList:
             )
 
     def _paged(self, columns: str, where: str) -> Iterator[list[Read]]:
-        """Yield the rows of a query, some at a time. The rows may be changed meanwhile."""
+        """Yield the rows of a query in lists of at most SOME. The caller may change the rows between lists."""
         last = (b"", "")
         while rows := self._db.execute(
             f"{columns} FROM {JOINED} WHERE (i.hash, i.path) > (?, ?) AND {where} ORDER BY i.hash, i.path LIMIT {SOME}",

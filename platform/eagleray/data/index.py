@@ -35,14 +35,14 @@ from eagleray.storage.url_patterns import Pattern
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
-ScanAll = Callable[[Iterable[Any]], Iterable[tuple[Any, Any]]]  # does as `scan_shard` with each, in any order
+ScanAll = Callable[[Iterable[Any]], Iterable[tuple[Any, Any]]]  # calls `scan_shard` with each, in any order
 THREADS = 8  # shards that are read at a time
 UNITS = 2  # groups of images that are read at a time, each with several requests
 
 
 def scan_shard(blob: Blob | Images) -> tuple[Blob, pa.Table] | tuple[Images, list[Read]]:
-    """Read a whole shard, and return the rows of its samples with it; with a tag if it is a local one. Of some images
-    of a folder return what was read of them."""
+    """Read a whole shard, and return it, with a tag if it is local, and the rows of its samples. For some images of a
+    folder, return these and what was read of each."""
     if isinstance(blob, Images):
         return blob, blob.read()
     blob = replace(blob, tag=content_tag(blob)) if store.folder_of(blob.url) else blob
@@ -50,7 +50,7 @@ def scan_shard(blob: Blob | Images) -> tuple[Blob, pa.Table] | tuple[Images, lis
 
 
 def scan_here(blobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield shards with their rows, several read at a time, or some images of a folder with what was read of them."""
+    """Yield what `scan_shard` returns for each shard or each group of images. Several are read at a time."""
     for kind, some in itertools.groupby(blobs, key=type):
         yield from ordered_map(scan_shard, some, width=UNITS if kind is Images else THREADS)
 
@@ -81,10 +81,10 @@ class Index:
     bad: list[BadSample]
     labelled: bool
     channels: Channels = ()  # the channels of its decoded images; empty: red, green and blue
-    forgotten: frozenset[int] = frozenset()  # samples that a run has to read no more, as if they were broken
+    forgotten: frozenset[int] = frozenset()  # samples that a run must not read any more and replaces like broken ones
 
     def __reduce__(self) -> Any:
-        return Index, tuple(getattr(self, f.name) for f in fields(self))  # not the columns that have been read
+        return Index, tuple(getattr(self, f.name) for f in fields(self))  # without the cached columns
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -110,7 +110,7 @@ class Index:
         return self.files[shard].read(self._group(shard), names).slice(0, usable)
 
     def classes(self, shard: int) -> list[str] | None:
-        """Return the names of the classes that a Parquet file has, maybe none; None for another shard."""
+        """Return the class names that a Parquet file declares, perhaps none, or None for a shard of another kind."""
         known = self.files[shard].shards[self._group(shard)].parquet
         return known["classes"] if known else None
 
@@ -126,17 +126,16 @@ class Index:
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
     def read(self, first: int, last: int, *, patience: float = PATIENCE, each: Each = ordered_map) -> memoryview:
-        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard. What takes several
-        requests is read by a map over `each` of them.
+        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard. If this takes several
+        requests, `each` maps a function over them.
 
-        The bytes go from the start of the first image to the end of the last one. Raises UserError and Outage.
-        """
+        The bytes go from the start of the first image to the end of the last one. Raises UserError and Outage."""
         rows, s = self.rows(first, last), self._shard_of(first)
         shard = self.files[s].shards[self._group(s)]
         return kind_of(rows.blob).read(rows, Means(shard, lambda: self.keys(first, last), patience, each))
 
     def key(self, sample: int) -> str:
-        """Return the WebDataset key of a sample, for a person: what is not UTF-8 or not printable is escaped."""
+        """Return the WebDataset key of a sample for a message, with escapes for what is not UTF-8 or not printable."""
         s = self._shard_of(sample)
         return readable(str(self.files[s].read(self._group(s), ["key"])["key"][int(sample - self.first[s])]))
 
@@ -162,12 +161,12 @@ class Index:
 
     @functools.cached_property
     def offset(self) -> NDArray[np.int64]:
-        """The first byte of each image in its shard (N,)."""
+        """The position of each image's first byte in its shard (N,)."""
         return self._column("offset").to_numpy()
 
     @functools.cached_property
     def size(self) -> NDArray[np.int64]:
-        """The bytes of each image (N,)."""
+        """The size of each image in bytes (N,)."""
         return self._column("size").to_numpy()
 
     @functools.cached_property
@@ -200,10 +199,9 @@ def open_index(
 ) -> Index:
     """Open the index of some shards or folders of images, which are decoded as these `channels`.
 
-    Shards and folders without an index are indexed first, which `note` is called to report and `tick` to count. The
-    index file is stored beside the shards or, where nothing can be written there, in `spare`. `scan_all` reads them.
-    Raises UserError when an indexed shard has changed or is missing, and when there is no usable image at all.
-    """
+    Shards and folders without an index are indexed first: `scan_all` reads them, `note` is called with messages, and
+    `tick` with the progress. The index file is stored beside the shards or, where nothing can be written there, in
+    `spare`. Raises UserError when an indexed shard has changed or is missing, and when no image is usable."""
     listed = list_data(urls, patience)
     known = dict(itertools.chain.from_iterable(_folders(listed, spare, note=note, tick=tick, scan_all=scan_all)))
     sources = listed.sources_of()
@@ -228,8 +226,8 @@ def open_index(
 
 
 def open_shown(urls: Urls, spare: Spare = None, **more: Any) -> Index:
-    """As `open_index`, for a command: what is indexed is counted with a rate and the time left."""
-    from eagleray.base.progress import counting  # it imports rich, which ranks do without
+    """Open an index as `open_index` does, for a command: progress is shown with a rate and the time left."""
+    from eagleray.base.progress import counting  # this imports rich, which ranks do not need
 
     with counting("indexing", "files") as tick:
         return open_index(urls, spare, tick=tick, **more)
@@ -238,10 +236,9 @@ def open_shown(urls: Urls, spare: Spare = None, **more: Any) -> Index:
 def write_index(
     urls: Urls, *, note: Note = lambda _: None, tick: Tick | None = None, scan_all: ScanAll = scan_here
 ) -> list[tuple[str, int, int]]:
-    """Index shards again, replacing any older index. `scan_all` reads the tars.
+    """Index shards again, replacing any older index. `scan_all` reads the shards.
 
-    Return the index's URL and the numbers of usable and of bad samples for every folder.
-    """
+    Return the index's URL and the numbers of usable and of bad samples for every folder."""
     out = []
     for known in _folders(list_data(urls), None, note=note, again=True, tick=tick, scan_all=scan_all):
         mine = [f.entry(name(b)) for b, f in known]
@@ -252,12 +249,12 @@ def write_index(
 
 
 def save(folder: str, shards: Tables) -> str:
-    """Write the index of a folder from one table of SCHEMA per shard, and return its URL. Local shards have their
-    `content_tag`."""
+    """Write the index of a folder from one table of SCHEMA per shard, and return its URL. The tags of local shards are
+    results of `content_tag`."""
     given = sorted(shards, key=lambda shard: shard[0].url)
     known = [(b if store.folder_of(b.url) else _with_tag(b), table) for b, table in given]
     stamps = _stamps(folder, [b for b, _ in known])
-    # No times are in it: the same images make the same bytes.
+    # The index has no times, so that the same images make the same file. This machine's cache has them.
     remember(folder, ((b, stamps[name(b)]) for b, _ in known if stamps))
     return index_file.save(known, [f"{folder}/{NAME}"], {})
 
@@ -270,7 +267,7 @@ class Listing:
     patterns: list[list[Pattern]]  # the patterns of each source
     folders: list[str]
     tars: dict[Pattern, list[Blob]]
-    unread: dict[str, str]  # what is said of tars that are no shards, by folder
+    unread: dict[str, str]  # by folder, what messages say of tars in it that are not read
 
     @property
     def blobs(self) -> list[Blob]:
@@ -280,8 +277,7 @@ class Listing:
     def sources_of(self) -> dict[str, Source]:
         """Return the source of each shard, by its URL.
 
-        Raises UserError when a shard is listed twice, and what is said of it differs.
-        """
+        Raises UserError when two sources list a shard and differ in more than the URL."""
         out: dict[str, Source] = {}
         for source, patterns in zip(self.sources, self.patterns, strict=True):
             for pattern in patterns:
@@ -297,7 +293,7 @@ class Listing:
 
 
 def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
-    """List the data that some URLs select. Raises UserError."""
+    """List the data that some URLs select. Raises UserError when one selects nothing or cannot be listed."""
     given = [urls] if isinstance(urls, str) else urls
     sources = [Source(url=u) if isinstance(u, str) else u for u in given]
     if not sources:
@@ -316,15 +312,14 @@ def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
 def _folders(
     listed: Listing, spare: Spare, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
 ) -> Iterator[ShardFiles]:
-    """Yield, for each folder, its shards, each with the index file that has its rows; shards without one are
-    indexed."""
+    """Yield each folder's shards, each with the index file that has its rows, after indexing those without one."""
     for folder in listed.folders:
         from eagleray.data.folder_index import open_folder
 
         yield open_folder(folder, spare, note=note, again=again, tick=tick, scan_all=scan_all)
     for folder, tars in listed.unread.items():
         note(f"{folder}: not read: {tars}")
-    globs = [p for p in listed.tars if p.is_glob]  # shards that are named are there
+    globs = [p for p in listed.tars if p.is_glob]  # only these can lack an indexed shard; named shards exist
     for beside, group in itertools.groupby(sorted(listed.blobs, key=index_file.beside), key=index_file.beside):
         mine = list(group)
         folder, of_parquet = store.parent(mine[0].url), is_parquet(mine[0].url, ".")
@@ -347,13 +342,14 @@ def _folders(
             note(f"indexing {len(new)} shards of {folder}")
         if new or gone or read:
             scanned = list(_counted(scan_all(new), len(new), tick))
-            known |= load_both(beside, aside, again)  # and what others indexed meanwhile
+            known |= load_both(beside, aside, again)  # with what other commands indexed meanwhile
             others, changed = known.keys() - names - gone, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].rows(n)) for n in others)
             same = ((b, known[name(b)].rows(name(b))) for b in mine if b not in changed)
             rows = sorted(itertools.chain(kept, same, scanned), key=lambda row: row[0].url)
             before = {n: known[n].entry(n).stamp for n in others}
-            with contextlib.nullcontext() if new or gone else contextlib.suppress(UserError):  # this machine remembers
+            # If only stamps are new, the index need not be writable: this machine remembers them.
+            with contextlib.nullcontext() if new or gone else contextlib.suppress(UserError):
                 index_file.save(rows, [u for u in (beside, aside) if u], before | stamps)
             known = load_both(beside, aside, again)
         if new and not again:  # `eagleray index` says more
@@ -382,7 +378,7 @@ def _is_indexed(blob: Blob, known: dict[str, File]) -> bool:
         return False
     check_columns(blob, known[name(blob)].entry(name(blob)))
     old = _old_blob(name(blob), known[name(blob)], store.parent(blob.url))
-    # A shard that was indexed in another store has another kind of tag; that of a local one is as in its index.
+    # Tags of different stores cannot be compared. A local shard has the tag of its index, unless it has changed.
     comparable = store.folder_of(blob.url) or old.tag.partition(":")[0] == blob.tag.partition(":")[0]
     if old.size != blob.size or (comparable and old.tag != blob.tag):
         raise UserError(

@@ -1,5 +1,5 @@
-"""Lists what an index leaves out: unusable samples with their reasons, further images of a sample, and other members of
-the shards."""
+"""Lists what an index leaves out: unusable samples with their reasons, further images of a sample, and members of
+shards that belong to no sample."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ class Faults(NamedTuple):
     """The samples and files that the index of a folder leaves out."""
 
     samples: list[BadSample]
-    passed: dict[str, Counter[str]]  # numbers of members passed over, by shard and kind
+    passed: dict[str, Counter[str]]  # numbers of skipped members, by shard and kind
 
     def lines(self) -> Iterator[str]:
         """Yield a line for each reason, the most frequent first, and then the lines of `lines_of_passed`."""
@@ -39,8 +39,8 @@ class Faults(NamedTuple):
 
 
 def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Yield lines on what was passed over in some shards: images that are not read, labels that cannot be read, members
-    that are no part of a sample, and archives that follow the end of another one."""
+    """Yield lines on what was skipped in some shards: images that are not read, labels that cannot be read, members
+    that belong to no sample; and on archives that follow the end of another archive."""
     total = sum(passed.values(), Counter[str]())
 
     def most(*kinds: str) -> str:

@@ -46,24 +46,24 @@ from eagleray.storage.shard_names import is_shard
 NAME = "index.parquet"
 PARQUET_NAME = "_eagleray.index"  # Readers of the folder would take a name that ends in .parquet for data.
 PARQUET = "parquet"  # key of a table's metadata with the content of `Shard.parquet`
-BLOCKS = "blocks"  # key of a table's metadata with the usable samples per block, if not cut by bytes
-PASSED = "passed"  # key of metadata with the numbers of members passed over, by kind, in all or by shard
-LARGEST_PAGE = 2**24  # bytes in memory; writers begin a new page after 2^20
-MOST_AT_ONCE = 2**28  # bytes of rows that are read together at most, however the texts are encoded
+BLOCKS = "blocks"  # key of a table's metadata with the usable samples per block, if not from `blocks`
+PASSED = "passed"  # key of metadata with the numbers of skipped members by kind, in an index by shard
+LARGEST_PAGE = 2**24  # most bytes of a page in memory; writers begin a new page after 2^20
+MOST_AT_ONCE = 2**28  # most bytes of rows that are read at a time, however their texts are encoded
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
 
 
 Tables = Iterable[tuple[Blob, pa.Table]]
 ShardFiles = list[tuple[Blob, "File"]]
 Note = Callable[[str], None]
-Tick = Callable[[int, int], None]  # numbers of shards or images that are done and that there are
+Tick = Callable[[int, int], None]  # called with the numbers of indexed and of all shards or images
 Spare = Path | str | None  # folder or URL for the indexes of read-only places
 ASIDE = "index-"  # beginning of the file names of indexes in a spare folder
 
 
 def table_of(rows: Iterable[Row], passed: Counter[str] | None = None) -> pa.Table:
-    """Return rows as a table with the columns of STORED. Its metadata has the numbers of unread images and of
-    unreadable labels, and those that `passed` has when all rows have been taken."""
+    """Return rows as a table with the columns of STORED. Its metadata has the numbers of skipped members: of unread
+    images and unreadable labels, and those that `passed` has when all rows have been taken."""
     passed = Counter() if passed is None else passed
 
     def values(row: Row) -> tuple[Any, ...]:
@@ -84,11 +84,11 @@ class File:
     """One index.parquet on a local disk."""
 
     def __init__(self, path: Path, url: str = "") -> None:
-        """Open the file, a copy of that at `url` if given. Raises ValueError when it is not a valid index."""
+        """Open the file at `path`, a copy of that at `url` if given. Raises ValueError when it is not a valid index."""
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._pages: dict[int, int] = {}  # bytes of the largest page of each row group read so far
-            self._map = pa.memory_map(os.fsencode(path))  # the file itself may be replaced or moved meanwhile
+            self._map = pa.memory_map(os.fsencode(path))  # stays valid if the file is replaced or moved
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
             check_shards(self.shards, self._file.metadata, self._file.schema_arrow)
@@ -103,7 +103,7 @@ class File:
         return File, (self.path, self.url)
 
     def extension(self, group: int, row: int) -> str:
-        """Return the extension of the member with a row's image, or an empty text if it is not known."""
+        """Return the extension of an image's file name in its shard, or an empty text if it is not known."""
         known = self.read(group, ["extension"])["extension"][row].as_py() if "extension" in self._names else ""
         return (known or "")[:40]
 
@@ -123,7 +123,7 @@ class File:
         return table
 
     def _read(self, group: int, columns: Sequence[str]) -> pa.Table:
-        """Read rows in bounded memory, whatever the file claims: one text may stand for every row of its page."""
+        """Read rows in bounded memory, even if an index is forged and one text stands for every row of its page."""
         if group not in self._pages:
             self._pages[group] = largest_page(self._map, self._file.metadata.row_group(group))
         if self._pages[group] > LARGEST_PAGE:
@@ -157,7 +157,7 @@ class File:
 
 
 def _counts(metadata: dict[bytes, bytes]) -> dict[str, Counter[str]]:
-    """Return the numbers of members passed over in each shard. Raises ValueError for anything else."""
+    """Return the numbers of skipped members of each shard, by kind. Raises ValueError for metadata of another form."""
     counts = json.loads(metadata.get(PASSED.encode(), b"{}"))
     if not isinstance(counts, dict) or {type(passed) for passed in counts.values()} - {dict}:
         raise ValueError("numbers of members of no shard")
@@ -172,7 +172,7 @@ def _plain(entry: Shard) -> dict[str, Any]:
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
-    """Divide the samples of a shard (n,) into blocks of about BLOCK bytes, and return the samples of each block."""
+    """Divide the samples of a shard (n,) into blocks of about BLOCK bytes, and return how many each block has."""
     if not len(offset):
         return []
     piece = (offset + size - offset[0]) // BLOCK
@@ -185,8 +185,8 @@ def name(blob: Blob) -> str:
 
 
 def beside(blob: Blob) -> str:
-    """Return the URL of the index of the folder that a shard is in. For a data set of the Hub it is in this machine's
-    cache, as the Hub is read-only, and a commit never changes."""
+    """Return the URL of the index of the folder that a shard is in. For a data set on the Hugging Face Hub, it is in
+    this machine's cache, as the Hub is read-only, and a commit never changes."""
     folder = store.parent(blob.url)
     if folder.startswith("hf://"):
         digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
@@ -200,7 +200,7 @@ def aside(folder: str, spare: Spare) -> str | None:
 
 
 def aside_in(spare: str) -> list[Blob]:
-    """Return the indexes in a folder or below a URL whose data is in places where no index could be stored."""
+    """Return the index files in `spare`, a folder or URL, whose data is in places where no index could be stored."""
     return [blob for blob in store.store(spare).list(f"{spare}/", ASIDE) if blob.url.endswith(".parquet")]
 
 
@@ -225,8 +225,8 @@ def load(url: str, again: bool) -> dict[str, File]:
 
 
 def load_both(beside: str, aside: str | None, again: bool) -> dict[str, File]:
-    """Return what `load` returns for the index beside the shards and for the one aside, if any. If both have a shard,
-    that beside it counts."""
+    """Return what `load` returns for the index `beside` the shards and for the index `aside`, if any. For a shard in
+    both, the index beside it counts."""
     return (load(aside, again) if aside else {}) | load(beside, again)
 
 
@@ -245,8 +245,8 @@ def local_copy(url: str) -> Path:
 
 
 def fetch_once(url: str, name: str) -> Path:
-    """Return this machine's copy of an index in a bucket. One of the machine's processes fetches it. `name` differs for
-    each content of the file. Raises FileNotFoundError when the file does not exist."""
+    """Return this machine's copy of an index in a bucket, which one of its processes fetches. Each content of the file
+    must have another `name`. Raises FileNotFoundError when the file does not exist."""
     folder = cache_folder("index")
     if (folder / name).exists():
         return folder / name

@@ -1,7 +1,7 @@
 """Opens an index on all ranks of a run: rank 0 lists and checks the shards, and the other ranks receive its result.
 
-Every rank reads the index files themselves. A file in a bucket is fetched once per machine. Rank 0 sends a file that a
-machine cannot reach, such as one in rank 0's folder for the index of a read-only bucket."""
+Every rank opens the index files itself. A file in a bucket is fetched once per machine. If a machine cannot reach a
+file, such as rank 0's local index of a read-only bucket, rank 0 sends it."""
 
 import zlib
 from collections.abc import Callable
@@ -59,9 +59,9 @@ def stamp(path: Path) -> str:
 
 
 def open_on_all(open_here: Callable[[], Index]) -> Index:
-    """Return, on all ranks, the index that a function opens on rank 0. All ranks call it together.
+    """Open an index with `open_here` on rank 0, and return it on all ranks, which call this together.
 
-    Raises on all ranks the UserError or Outage that the function raises on rank 0."""
+    Raises on all ranks the UserError or Outage that `open_here` raises on rank 0."""
     if dist.size() == 1:
         return open_here()
     own: list[Index] = []

@@ -1,4 +1,4 @@
-"""Defines the content of an index, and refuses an impossible one, as an index may come from a stranger's bucket."""
+"""Defines the content of an index, and checks that it is possible, as an index may come from a stranger's bucket."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,12 +51,12 @@ class Shard:
 
     @property
     def extent(self) -> int:
-        """The number of bytes that the offsets of the shard's images lie within."""
+        """The end of the range of the images' offsets: the size of a file, or of all images of a Parquet file."""
         return self.parquet["ends"][-1] if self.parquet and self.parquet["ends"] else self.size
 
 
 def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Check the shards' entries against each other and their row groups. Raises ValueError for an impossible one."""
+    """Check the shards' entries against each other and their row groups. Raises ValueError for an impossible entry."""
     if len(set(schema.names)) < len(schema.names):
         raise ValueError("two columns of one name")
     if not {field.name: field.type for field in SCHEMA}.items() <= {field.name: field.type for field in schema}.items():
@@ -77,7 +77,7 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
         raise ValueError("two shards of one name")
     for group, s in enumerate(shards):
         rows = s.usable + s.bad
-        # A sample of a tar needs a header at least. A fault of the shard itself has a row, too.
+        # A sample of a tar takes at least one header. One more row may tell of a fault of the shard itself.
         most = MOST_ROWS if is_part(s.name) or s.parquet else min(s.size // HEADER + 1, MOST_ROWS)
         if s.parquet is not None:
             _check_parquet(s)
@@ -90,7 +90,7 @@ def check_shards(shards: list[Shard], metadata: pq.FileMetaData, schema: pa.Sche
 
 
 def _check_parquet(shard: Shard) -> None:
-    """Check the blocks of a Parquet file, as its entry gives them. Raises ValueError for impossible ones."""
+    """Check the blocks in the entry of a Parquet file. Raises ValueError for impossible blocks."""
     known = shard.parquet
     if not isinstance(known, dict) or {type(known.get(name)) for name in ("image", "label")} != {str}:
         raise ValueError(f"{shard.name}: no columns")
@@ -114,9 +114,9 @@ def _check_parquet(shard: Shard) -> None:
 
 
 def largest_rows(shard: Shard) -> int:
-    """Return the most bytes that the rows of a shard may take in memory. Names are in the headers of a tar, and each
-    byte takes up to three. Reasons are shorter than a header. The names of a folder of images are not in its files, and
-    those in a Parquet file are compressed, so LONGEST_NAME limits them."""
+    """Return the most bytes that the rows of a shard may take in memory, so that a forged index cannot exhaust it.
+    Names in a tar are in its headers, and a byte that is not UTF-8 is stored as three. Names in a folder of images or a
+    Parquet file may take more bytes than the shard, so LONGEST_NAME limits them. Other columns of a row get 1 KiB."""
     far = is_part(shard.name) or shard.parquet is not None
     names = 3 * LONGEST_NAME * (shard.usable + shard.bad) if far else 3 * shard.size
     return names + 2**10 * (shard.usable + shard.bad + 1)
@@ -150,10 +150,11 @@ def check_rows(table: pa.Table, shard: Shard) -> None:
 
 
 def _check_positions(offset: NDArray[np.int64], size: NDArray[np.int64], shard: Shard) -> None:
-    """Check that the usable images of a shard (n,) follow each other inside it. Raises ValueError."""
+    """Check that a shard's usable images (n,) follow each other inside it, and that no block of them is too large.
+    Raises ValueError."""
     if not len(offset):
         return
-    inside = offset.min() >= 0 and offset.max() <= shard.extent  # first, as it keeps the sums below within 64 bits
+    inside = offset.min() >= 0 and offset.max() <= shard.extent  # first, so that the sums below fit into 64 bits
     if not inside or offset[-1] > shard.extent - size[-1] or (offset[:-1] + size[:-1] > offset[1:]).any():
         raise ValueError(f"images that overlap, or lie outside of {shard.extent} bytes")
     last = np.cumsum(shard.blocks) - 1

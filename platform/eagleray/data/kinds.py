@@ -1,8 +1,8 @@
 """The kinds of shards, told apart by their names: how a shard is scanned, and how its images are read.
 
-The images of a shard follow each other from offset to offset, in the file or as if they did. `read` returns the bytes
-from the first to the last of some neighbouring images. Everything else (blocks, lanes, cache, quarantine) does not
-depend on the kind."""
+Images have ascending offsets: positions in a tar, or the positions that the images of a folder or of a Parquet file
+would have if they were stored one after the other. `read` returns the bytes from the start of the first to the end of
+the last of some neighbouring images. All else (blocks, lanes, cache, quarantine) does not depend on the kind."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.shard_names import PARQUET, is_parquet
 
-NONE = "none"  # stands for a column's name if labels are not to be read
+NONE = "none"  # given instead of a column's name if labels are not to be read
 
 
 class Rows(NamedTuple):
@@ -32,13 +32,13 @@ class Rows(NamedTuple):
     blob: Blob
     offset: NDArray[np.int64]  # (n,) first byte of each image in the shard
     size: NDArray[np.int64]  # (n,) bytes of each image
-    label: NDArray[np.int64]  # (n,) class, or -1
+    label: NDArray[np.int64]  # (n,) class, or -1 without a label
     crc: NDArray[np.uint32]  # (n,) checksum of each image
 
 
 @dataclass(frozen=True)
 class Means:
-    """The shard's entry, the keys and the limits with which a kind of shard reads some samples."""
+    """What `Kind.read` needs beside the rows: the shard's entry in the index, the keys and the limits of requests."""
 
     shard: Shard  # entry in the shard's index
     keys: Callable[[], list[str]]  # reads the keys of these samples from the index
@@ -48,7 +48,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to scan and to read one kind of shards."""
+    """How to scan and to read the shards of one kind."""
 
     owns: Callable[[str], bool]  # whether a shard of this name is of this kind
     scan: Callable[[Blob], pa.Table]  # returns a table like `index_file.table_of`
@@ -116,7 +116,7 @@ class ChosenBlob(Blob):
 
 
 def chosen(blobs: Sequence[Blob], source: Source) -> list[Blob]:
-    """Return the files of a source with the columns that it names. Raises UserError where a file is not Parquet."""
+    """Return the files of a source with the columns that the source names. Raises UserError if one is not Parquet."""
     if not (source.image or source.label):
         return list(blobs)
     if wrong := [b.url for b in blobs if not is_parquet(b.url, ".")]:

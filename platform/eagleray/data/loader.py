@@ -80,14 +80,14 @@ class Loader:
             yield from (_one_batch_ahead(steps, self) if pinned else map(self.assemble, steps))
 
     def _steps_ahead(self) -> int:
-        """Return how many steps a loader process may be ahead. If processes take turns, each has work within that
-        time."""
+        """Return how many steps a loader process may be ahead. If processes take turns, each of them reads rows in some
+        of these steps."""
         many, own = len(self.shares), len(self.shares[0].own)
         return 2 if own % many == 0 or not self.shares[0].takes_turns else 2 + 2 * math.ceil(many / own)
 
     def _in_steps(self, parts: Iterator[StepPart], start: int) -> Iterator[tuple[StepPart, ...]]:
-        """Yield the parts of each step, one per reader, in the order of their rows. A part with an error is yielded
-        alone, as the others of its step may never come."""
+        """Yield the parts of each step, one per reader, sorted by their rows. A part with an error is yielded alone, as
+        the other parts of its step may never come."""
         for step in itertools.count(start):
             of_step: list[StepPart] = []
             for part in itertools.islice(parts, len(self.shares)):
@@ -147,8 +147,8 @@ class Loader:
         return batch, [bad for part in parts for bad in part.bad]
 
     def _crops(self, parts: tuple[StepPart, ...]) -> Iterator[Tensor]:
-        """Yield the crops (views, B, 3, S, S) of each group of views on the device, which crops if the stream is
-        packed."""
+        """Yield the crops (views, B, 3, S, S) of each group of views on the device. If the stream is packed, the device
+        makes them from the decoded images."""
         if not self.stream.packed:
             for group in zip(*[p.pixels for p in parts], strict=True):
                 yield torch.cat([g.to(self.device, non_blocking=True) for g in group], 1)
@@ -161,7 +161,7 @@ class Loader:
             first += count
 
     def _boxes(self, parts: tuple[StepPart, ...]) -> Tensor | None:
-        """Join the boxes (V, B, 4) of a step on the device. None if the stream has none."""
+        """Join the boxes of a step's parts to (V, B, 4) on the device. Return None if the stream has no boxes."""
         boxes = [part.boxes for part in parts if part.boxes is not None]
         return torch.cat(boxes, 1).to(self.device, non_blocking=True) if boxes else None
 
@@ -188,7 +188,7 @@ class _PartDataset(IterableDataset[StepPart]):
             end.finish(self.over)
 
     def close(self) -> None:
-        """Let readers end that wait for others."""
+        """Let those readers end that wait for other readers."""
         if self.over:
             self.over.set()
 

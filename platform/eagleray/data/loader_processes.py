@@ -1,4 +1,4 @@
-"""Starts loader processes, sends them their data set, relays their logs, and reports those that stand still."""
+"""Starts loader processes, sends them their data set, relays their logs, and reports those that hang."""
 
 import errno
 import io
@@ -33,25 +33,25 @@ from eagleray.data.shared_lane import shared_memory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 IMPORTED = ("eagleray.data.loader", "boto3")  # modules that loader processes need
-LEFT = 2  # CPUs left to the training process, which dispatches the model's operations, and its threads
+LEFT = 2  # CPUs left to the training process and its threads, which dispatch the model's operations
 SHARED = "/dev/shm"  # shared memory that loader processes pass their results in
 OF_PROCESS = "in DataLoader worker process"  # words of PyTorch in the error of a loader process
 SAID = 200  # most characters of an error of a loader process
-NAMED = 30.0  # seconds without a batch after which loader processes are logged
-STOPPED = 120.0  # seconds without a batch after which stopped processes end the run
-SLACK = 120.0  # seconds that any batch may take beyond those that a store may be away
+NAMED = 30.0  # seconds without a batch after which the states of loader processes are logged
+STOPPED = 120.0  # seconds without a batch after which the run ends if a loader process is suspended
+SLACK = 120.0  # seconds that a batch may take beyond those for which a store may be unavailable
 ALIGNED = 64  # bytes; shared arrays begin at multiples of it
 
 _starting = threading.Lock()
 
 
 def processes(asked: int | Literal["auto"], cpus: float) -> int:
-    """Return the number of loader processes of a rank with so many CPUs. "auto" leaves LEFT of them to training."""
+    """Return the number of loader processes of a rank with `cpus` CPUs. "auto" leaves LEFT of the CPUs to training."""
     return max(int(cpus) - LEFT, 1) if asked == "auto" else asked
 
 
 def start_server() -> None:
-    """Start the server that loader processes are forked from, unless it runs. It imports what they need meanwhile."""
+    """Start the server that loader processes are forked from, unless it runs. It imports the modules that they need."""
     fork_server.start(IMPORTED)
 
 
@@ -59,8 +59,8 @@ def start_server() -> None:
 def loaded(
     dataset: IterableDataset[T], workers: int, **options: Any
 ) -> Iterator[tuple[Iterator[T], Collection[BaseProcess]]]:
-    """A context in which loader processes iterate over a data set, or this process if `workers` is 0. It has an
-    iterator over their results, and the processes. `options` are those of PyTorch's DataLoader."""
+    """A context in which loader processes iterate over a data set, or this process if `workers` is 0. Its value is an
+    iterator over the items, and the processes. `options` are those of PyTorch's DataLoader."""
     if not workers:
         yield _explained(DataLoader(dataset, batch_size=None, **options)), ()
         return
@@ -77,7 +77,7 @@ def loaded(
         yield _explained(items), processes
     finally:
         del items
-        if not sys.is_finalizing():  # a thread that `stop` starts then would never run, and be waited for
+        if not sys.is_finalizing():  # at exit, `stop` would wait for a thread that cannot start any more
             listener.stop()
 
 
@@ -94,8 +94,8 @@ def _without_main() -> Iterator[None]:
 
 
 class _Sent(IterableDataset[T]):
-    """A data set that is sent to processes with the environment and plug-ins of this one. They share its arrays'
-    memory."""
+    """A data set that is sent to loader processes with this process's environment and plug-ins. All these processes
+    share the memory of its arrays."""
 
     def __init__(self, dataset: IterableDataset[T]) -> None:
         self.dataset = dataset
@@ -129,7 +129,7 @@ def _received(
 
 
 def _begin(records: Any, worker: int) -> None:
-    """Let a loader process end with its parent, and send its log records there."""
+    """Make a loader process end when its parent ends, and send its log records to the parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger().handlers = [logging.handlers.QueueHandler(records)]
 
@@ -151,7 +151,7 @@ class _Relay(logging.Handler):
 
 
 def _explained(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items, and turn an error into one line."""
+    """Yield the items, and raise errors as `of_process` returns them."""
     with _one_line():
         yield from items
 
@@ -185,8 +185,8 @@ def of_process(error: Exception) -> Exception:
 
 
 class LoaderWatch:
-    """Watches the processes of one loader inside a `with`. Processes that are stopped at its end are killed: they
-    receive no other signal, and Python would wait for them when this process ends."""
+    """Watches the processes of one loader inside a `with`. Processes that are suspended (SIGSTOP) at its end are
+    killed: they receive no other signal, and Python would wait for them when this process ends."""
 
     def __init__(self, processes: Collection[BaseProcess], patience: float) -> None:
         """`patience` is the number of seconds for which a store may be unavailable."""
@@ -196,13 +196,14 @@ class LoaderWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # When the interpreter is ending, multiprocessing has ended them.
+        # When the interpreter is ending, multiprocessing has already ended the processes.
         for process in () if sys.is_finalizing() else self.processes:
             if _state(process) == psutil.STATUS_STOPPED:
                 process.kill()
 
     def look(self, waited: float) -> None:
-        """Log a warning when no batch has come for NAMED seconds. Raises RuntimeError when none can be expected."""
+        """Log a warning when no batch has come for NAMED seconds. Raises RuntimeError after STOPPED seconds if a
+        process is suspended, otherwise SLACK seconds after a store would be given up."""
         if waited < NAMED:
             self.named = False
             return

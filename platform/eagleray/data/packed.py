@@ -1,8 +1,8 @@
 """Packs the decoded images of a step one after the other, for a device that crops them.
 
-Only the part of an image that its crops show is packed. If that has more than MOST times the pixels of the crops, the
-crops themselves are packed: the device resizes each to the size that it has, which changes nothing. So a step takes at
-most MOST times the memory of its crops, in shared and pinned memory and on the device, and again in the reader."""
+Only the part of an image that its crops show is packed. If this part has more than MOST times the pixels of the crops,
+the crops themselves are packed: the device resizes each to the size that it has, which changes nothing. So a step takes
+at most MOST times the memory of its crops, in shared and pinned memory and on the device, and again in the reader."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ Crops = Literal["auto", "cpu", "device"]
 class Packed:
     """The decoded images of b rows of a step."""
 
-    pixels: Tensor  # (P, N) uint8, of all images one after the other
+    pixels: Tensor  # (P, N) uint8, N channels of the P pixels of all images, one after the other
     boxes: Boxes  # (V, b, 4) as in `crop_batch`
 
 
 class Packer:
     """Joins the images of each step in memory that is reused. If all images of a step were kept until its end, each
-    would be decoded into new memory, which takes a quarter as long as decoding."""
+    would need new memory, and allocating that takes a quarter as long as decoding."""
 
     def __init__(self, views: Views, channels: int) -> None:
         self.memory = torch.empty(0, channels, dtype=torch.uint8)
@@ -78,7 +78,7 @@ class Packer:
 
 
 def on_device(parts: Sequence[Packed], device: torch.device) -> Packed:
-    """Join the images of several readers on the device."""
+    """Join the packed images of several readers on the device."""
     lengths = [len(part.pixels) for part in parts]
     pixels = torch.empty((sum(lengths), parts[0].pixels.shape[1]), dtype=torch.uint8, device=device)
     boxes = np.concatenate([part.boxes for part in parts], 1)
@@ -89,7 +89,8 @@ def on_device(parts: Sequence[Packed], device: torch.device) -> Packed:
 
 
 def packs(crops: Crops, views: Sequence[View], device: torch.device) -> bool:
-    """Return whether the device crops. Raises UserError where the recipe asks for that and it is not possible."""
+    """Return whether the device crops. Raises UserError where `crops` demands it, but the device or a view prevents
+    it."""
     if crops == "cpu":
         return False
     on_crops = next((key for view in views for key in ("randaugment", "operations") if getattr(view, key)), None)

@@ -1,7 +1,7 @@
 """Divides the images of a Parquet file into blocks, runs of neighbouring pages, and reads a block with one request.
 
-A block is a row group, several small ones, or some of the pages of a large one. The images of a file have positions in
-bytes as if they followed each other without gaps."""
+A block is a row group, several small row groups, or some pages of a large row group. The images of a file have
+positions in bytes as if they followed each other without gaps."""
 
 import io
 import threading
@@ -22,20 +22,20 @@ from eagleray.data.parquet_pages import DICTIONARY, ends, pages_between
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-WASTE = 0.05  # most bytes between two chunks that are read with them, as a share of a block
-MOST_AT_ONCE = 2**28  # most bytes of images unpacked together, if each were the largest of its dictionary
+WASTE = 0.05  # most bytes in a gap between chunks of a block, as a fraction of both chunks with the gap
+MOST_AT_ONCE = 2**28  # most bytes of images unpacked at a time, if each were as large as the largest dictionary
 LOCKS = 64  # number of locks that blocks are distributed over
 
 
 class Part(NamedTuple):
-    """A block, or a candidate for a part of one: neighbouring chunks of a file."""
+    """A block, or a piece that may become a part of a block: neighbouring chunks of a file."""
 
     chunks: list[Chunk]
     size: int  # bytes of its pages in memory
 
 
 def parts(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
-    """Yield the blocks of a column of images. Raises UserError for too large pages, ValueError for an impossible
+    """Yield the blocks of a column of images. Raises UserError for too large pages, ValueError for an invalid
     footer."""
     open_: Part | None = None
     for part in _pieces(blob, metadata, column):
@@ -55,13 +55,13 @@ def parts(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
 
 
 def _fits(one: Part, other: Part) -> bool:
-    """Return whether the next part fits into a block, with a small gap between them in the file."""
+    """Return whether two successive parts fit into one block, with at most a small gap between them in the file."""
     gap, span = other.chunks[0].begin - one.chunks[-1].end, other.chunks[-1].end - one.chunks[0].begin
     return 0 <= gap <= WASTE * span and max(span, one.size + other.size) <= BLOCK
 
 
 def _pieces(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
-    """Yield the row groups as parts. Large ones are divided between pages."""
+    """Yield the row groups as parts. Large row groups are divided between pages."""
     source = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True)))
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -81,7 +81,7 @@ def _pieces(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part
 
 
 def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
-    """Yield the pages of a column chunk in parts of about BLOCK bytes; those that need its dictionary stay with it."""
+    """Yield a column chunk's pages in parts of about BLOCK bytes. Pages that need the dictionary stay with it."""
     found = list(pages_between(source, chunk.begin, chunk.end, chunk.rows))
     together = max((n for n, page in enumerate(found) if page.kind == DICTIONARY or page.needs_dictionary), default=-1)
     begin, rows, size = chunk.begin, 0, 0
@@ -95,8 +95,8 @@ def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
 
 
 def unpack(data: memoryview, begin: int, chunks: Sequence[Chunk], depth: int) -> pa.Array:
-    """Return images, null if their cell is, from bytes of a file that begin at its byte `begin`. Raises ValueError or
-    an ArrowException where they are damaged, or take more memory than a block may."""
+    """Return the images of `chunks`, null for null cells, from `data`, the bytes of a file from its byte `begin` on.
+    Raises ValueError or an ArrowException where the data is damaged, or takes more memory than a block may."""
     size = largest = 0
     source = pa.BufferReader(pa.py_buffer(data))
     for chunk in chunks:
@@ -121,8 +121,8 @@ def unpack(data: memoryview, begin: int, chunks: Sequence[Chunk], depth: int) ->
 
 
 def packed(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return the first byte of each image and the end of the last one (n + 1,) in the joined bytes, and these bytes.
-    Null images have none."""
+    """Return the offsets (n + 1,) at which images begin, and the last one ends, in the joined bytes of n images, and
+    these bytes. Null images have no bytes."""
     _, offsets, data = images.buffers()
     places = np.frombuffer(offsets, np.int32)[images.offset : images.offset + len(images) + 1]
     all_bytes = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
@@ -133,7 +133,7 @@ class Blocks:
     """The blocks of one file, as its index describes them."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
-        """`known` is a result of `as_json`. Its `ends` of blocks are in bytes of images."""
+        """`known` is a result of `as_json`. Its `ends` of blocks are positions in the joined bytes of all images."""
         self.depth, self.ends = known["depth"], known["ends"]
         self.chunks = [[Chunk(*row[at : at + 4]) for at in range(0, len(row), 4)] for row in known["chunks"]]
 
@@ -143,8 +143,7 @@ class Blocks:
         return {"depth": depth, "ends": list(ends), "chunks": [[n for c in row for n in c] for row in chunks]}
 
     def between(self, begin: int, end: int) -> Iterator[tuple[int, slice]]:
-        """Yield the numbers of the blocks with the images from byte `begin` to `end`, and each block's slice of
-        bytes."""
+        """Yield the index of each block with images between the bytes `begin` and `end`, and the slice of its bytes."""
         for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.ends)):
             first = self.ends[number - 1] if number else 0
             if first >= end:
@@ -165,7 +164,7 @@ class Unpacked:
         self.known: weakref.WeakValueDictionary[Any, NDArray[np.uint8]] = weakref.WeakValueDictionary()
 
     def get(self, key: tuple[Any, ...], load: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Return the images of a block. `load` reads and unpacks them if nobody uses them yet."""
+        """Return the images of a block. `load` reads and unpacks them if no lane uses them yet."""
         with self.locks[hash(key) % LOCKS]:
             images = self.known.get(key)
             if images is None:

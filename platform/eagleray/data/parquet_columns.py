@@ -18,18 +18,18 @@ LONGEST = 200  # most characters of a class's name
 
 
 class Columns(NamedTuple):
-    """The columns of a file that are read. A nested column has the name of the outer one and a dot before its own."""
+    """The columns of a file that are read. A nested column is named OUTER.INNER, such as image.path."""
 
     image: str
-    leaf: int  # number in the file of the column that has the bytes
-    depth: int  # optional fields around a value of that column
+    leaf: int  # index of the column with the bytes of images among all columns of the file
+    depth: int  # number of optional fields around each value of that column
     path: str  # column of file names; empty: none
     label: str  # empty: none
     classes: tuple[str, ...]  # names of the classes, if the file has them
 
 
 def choose(url: str, file: pq.ParquetFile, image: str = "", label: str = "") -> Columns:
-    """Return the columns of a file. The caller may name some. Raises UserError where none fits, or several do."""
+    """Return the columns of a file. The caller may name some. Raises UserError where no column fits, or several do."""
     schema, features = file.schema_arrow, _features(file.schema_arrow)
     images = {f.name: _kind(features, f.name) == "Image" for f in schema if may_hold_images(f.type)}
     numbers = {f.name: _kind(features, f.name) == "ClassLabel" for f in schema if _holds_classes(f.type)}
@@ -52,12 +52,12 @@ def choose(url: str, file: pq.ParquetFile, image: str = "", label: str = "") -> 
 
 
 def _likely(found: Mapping[str, bool], usual: set[str]) -> list[str]:
-    """Return the columns that the file declares to be of this kind or, if there is none, those with a usual name."""
+    """Return the columns that `found` marks as declared by the file or, if there are none, those with a usual name."""
     return [name for name in found if found[name]] or [name for name in found if name.lower() in usual]
 
 
 def _one(url: str, key: str, given: str, found: Collection[str], likely: Sequence[str], schema: pa.Schema) -> str:
-    """Return the given column, or the only likely one, or "". Raises UserError for a missing or ambiguous one."""
+    """Return the given column, or the only likely column, or "". Raises UserError for a missing or ambiguous column."""
     if given and given not in found:
         raise UserError(f"{url}: {key}={given}: no such column; the columns are {_typed(schema)}")
     if given or len(likely) < 2 or key in likely:
@@ -107,7 +107,7 @@ def _holds_classes(kind: pa.DataType) -> bool:
 
 
 def _leaf(file: pq.ParquetFile, path: str) -> int:
-    """Return the number of the column with this path, which must exist."""
+    """Return the index of the column with this path, which must exist."""
     return next(n for n in range(len(file.schema)) if file.schema.column(n).path == path)
 
 

@@ -24,8 +24,8 @@ def open_parquet(blob: Blob) -> pq.ParquetFile:
 
 
 def excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> tuple[str, int]:
-    """Return why a row group cannot be read, or "", and the bytes of its largest page in memory: some thousand bytes
-    may unpack to gigabytes, and the footer need not say so. Raises UserError for damaged page headers."""
+    """Return why a row group would take too much memory, or "", and the bytes of its largest page in memory. Some
+    thousand bytes may unpack to gigabytes, which the footer need not say. Raises UserError for damaged page headers."""
     source = io.BufferedReader(RangeFile(Span("", blob.url, 0, blob.size), sparse=True))
     largest = 0
     with explained(f"{blob.url}: row group {group} cannot be read", ValueError):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from eagleray.data.parquet_pages import BINARY, I32, I64, LIST, STRUCT
 
 MAGIC = b"PAR1"
-BYTES, OPTIONAL, REQUIRED = 6, 1, 0  # type BYTE_ARRAY, and repetition types
+BYTES, OPTIONAL, REQUIRED = 6, 1, 0  # values of parquet-format: the type BYTE_ARRAY and two repetition types
 CODECS = {name: n for n, name in enumerate(("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD"))}
-ENCODINGS = (0, 3, 8)  # Each page's header says which of these encodings it has.
+ENCODINGS = (0, 3, 8)  # encodings that pages may have; the header of each page says which
 Value = tuple[int, bytes]  # kind of a Thrift value, and its encoding
 
 
@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
     begin: int  # first byte in the file
     end: int
     rows: int  # number of values, null or not
-    codec: int  # number in CODECS
+    codec: int  # value in CODECS
 
 
 def footer(chunks: Sequence[Chunk], begin: int, depth: int) -> bytes:

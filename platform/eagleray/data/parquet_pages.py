@@ -1,7 +1,7 @@
-"""Computes the size of a Parquet file's pages in memory from the headers that readers follow.
+"""Computes the size of a Parquet file's pages in memory from the page headers, which readers follow.
 
-A page may be stored in a thousandth of its size, and the footer need not be true. A page header is a Thrift struct in
-the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding")."""
+A page may be stored in a thousandth of that size, and the footer may state another size. A page header is a Thrift
+struct in the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding")."""
 
 from collections.abc import Collection, Iterator
 from typing import BinaryIO, NamedTuple
@@ -16,7 +16,7 @@ KIND, UNPACKED, PACKED = (
     3,
 )  # fields of a page header: the page's kind, its bytes in memory and in the file
 DATA, DATA_2 = 5, 8  # fields of a page header with the headers of data pages, versions 1 and 2
-VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of these headers
+VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of the headers of data pages
 DICTIONARY = 2  # kind of a page with a dictionary
 OF_DICTIONARY = (2, 8)  # encodings of values as positions in the dictionary
 TRUTHS = (1, 2)  # kinds of true and false, which take a byte in a list and none in a struct
@@ -45,8 +45,8 @@ class Page(NamedTuple):
 def pages(
     file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData, columns: Collection[str] | None = None
 ) -> Iterator[Page]:
-    """Yield the pages of a row group, or of these columns and the columns nested in them. Raises ValueError for damaged
-    headers."""
+    """Yield the pages of a row group, or only of `columns` and the columns nested in them. Raises ValueError for
+    damaged headers."""
     for number in range(group.num_columns):
         column = group.column(number)
         if columns is not None:
@@ -63,7 +63,7 @@ def ends(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def pages_between(file: BinaryIO | pa.NativeFile, at: int, end: int, rows: int) -> Iterator[Page]:
-    """Yield the pages with `rows` rows between two offsets of a file. Raises ValueError for damaged headers."""
+    """Yield the pages of `rows` rows between two offsets of a file. Raises ValueError for damaged headers."""
     count = 0
     while at < end:
         file.seek(at)
@@ -88,7 +88,7 @@ class _Reader:
         self.inner: dict[int, dict[int, int]] = {}  # integers of the structs inside the outermost one
 
     def struct(self, depth: int = 0) -> dict[int, int]:
-        """Return the integers of a struct by the numbers of their fields."""
+        """Return the integers of a struct by the ids of their fields."""
         values, field = dict[int, int](), 0
         while kind := self.byte():
             field = field + (kind >> 4) if kind >> 4 else self.integer()

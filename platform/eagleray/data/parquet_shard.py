@@ -130,7 +130,7 @@ def _beside(blob: Blob, file: pq.ParquetFile, columns: Columns) -> tuple[pa.Arra
 
 
 def _names(paths: pa.Array) -> pa.Array:
-    """Return paths as text, null where there is none. Raises an ArrowException for those that are not UTF-8."""
+    """Return paths as text, cut to a limit, null if empty. Raises an ArrowException for paths that are not UTF-8."""
     texts = paths.cast(pa.string())
     texts.validate(full=True)
     texts = pc.utf8_slice_codeunits(texts, 0, LONGEST_NAME // 4)
@@ -138,8 +138,8 @@ def _names(paths: pa.Array) -> pa.Array:
 
 
 def _classes(url: str, name: str, values: pa.Array) -> NDArray[np.int64]:
-    """Return classes, or -1 if missing. pandas stores integers as floats if one is missing. Raises UserError for
-    others."""
+    """Return the classes of a column, -1 where missing. Whole numbers may be floats, as pandas stores integers if one
+    is missing. Raises UserError for other floats."""
     if pa.types.is_floating(values.type):
         floats = values.fill_null(np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
         wrong = floats[~np.isnan(floats) & ~(np.floor(floats) == floats)]
@@ -154,7 +154,7 @@ _unpacked = Unpacked()
 
 
 def read(blob: Blob, known: Any, begin: int, end: int, patience: float) -> memoryview:
-    """Return the bytes of a file's images from `begin` to `end`, positions in the file's index, whose entry is `known`.
+    """Return the bytes of a file's images from `begin` to `end`, offsets as in its index. `known` is `Shard.parquet`.
 
     Pages that can no longer be unpacked are read as zeros: their checksums are wrong, so they count as broken samples
     and do not stop the run. Raises UserError and Outage for failures of the store."""

@@ -33,7 +33,7 @@ NOT_READ = "a TIFF that Pillow does not read, such as one of five channels or mo
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Return the available ones of FORMATS: this build of Pillow may lack some, and pillow-heif is optional."""
+    """Return those of FORMATS that can be read: this build of Pillow may lack some, and pillow-heif is optional."""
     Image.init()
     with contextlib.suppress(ImportError):
         import pillow_heif
@@ -75,8 +75,8 @@ def open_image(data: bytes | memoryview) -> Image.Image:
 
 
 def without_texts(png: bytes | memoryview) -> bytes | memoryview:
-    """Return a PNG without its texts and colour profiles, as Pillow refuses long ones; short texts that may hold the
-    orientation stay."""
+    """Return a PNG without texts and colour profiles, as Pillow refuses long ones. Short texts that may hold the EXIF
+    orientation are kept."""
     parts, at, kept = [], len(PNG), 0
     while at + 12 <= len(png):
         kind, end = bytes(png[at + 4 : at + 8]), at + 12 + int.from_bytes(png[at : at + 4])
@@ -128,7 +128,7 @@ def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
 
 
 def _check_tiff(image: Image.Image) -> None:
-    """Raise BadImage for a TIFF with several planes, of which Pillow would show one, or with tiles that take much
+    """Raise BadImage for a TIFF of several planes, of which Pillow would show one, or of tiles that take much
     memory."""
     tags = getattr(image, "tag_v2", {})
     if tags.get(SAMPLES, 1) > 2 and len(image.getbands()) == 1:
@@ -139,8 +139,8 @@ def _check_tiff(image: Image.Image) -> None:
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of a decoded image. Transparent parts are shown on white; on black, if all would
-    be of one colour on white; without transparency, if on black as well. Raises BadImage for one that shows nothing."""
+    """Return the RGB values (H, W, 3) of a decoded image. Transparent parts become white. If the image then has a
+    single colour, they become black and, if it still has, opaque. Raises BadImage for an image that shows nothing."""
     if _is_deep(image) or not image.has_transparency_data:
         return _before(image, None)
     for ground in (255, 0, None):
@@ -166,7 +166,7 @@ def _parts(image: Image.Image) -> Iterator[Image.Image]:
 
 
 def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of an image on a `ground` of this grey, or with None without its transparency."""
+    """Return an image's RGB values (H, W, 3) on a background of the grey `ground`, or for None without transparency."""
     out, top = np.empty((image.height, image.width, 3), np.uint8), 0
     deep = _is_deep(image)
     unit = _unit(_parts(image), fractions=image.mode == "F") if deep else np.float32(1)
@@ -184,8 +184,8 @@ def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
 
 
 def _unit(parts: Iterable[Image.Image], *, fractions: bool) -> np.float32:
-    """Return the factor that scales grey values to 8 bits, if they have 16 bits, 8 bits, or, with `fractions`, lie from
-    0 to 1. Raises BadImage for other values."""
+    """Return the factor that scales grey values of 16 or 8 bits, or with `fractions` also of 0 to 1, to 8 bits. Raises
+    BadImage for other values."""
     extremes = np.array([(values.min(), values.max()) for values in map(np.asarray, parts)], np.float32)
     low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
     if not (low >= 0 and high <= 65535):

@@ -33,8 +33,8 @@ class Quarantine:
     """Records each broken sample of a run once, over all epochs and restarts."""
 
     def __init__(self, path: Path | None, *, samples: int, limit: float) -> None:
-        """`limit` is the largest fraction of the `samples` that may be broken. Samples without an image count in
-        neither number. Without `path`, the records are only in memory."""
+        """`limit` is the largest fraction of the `samples` that may be broken. Samples without an image count neither
+        as broken nor in `samples`. Without `path`, the records are only in memory."""
         self.path, self.samples, self.limit = path, samples, limit
         self._lines = JsonLines(path) if path else None
         names = {f.name for f in fields(BadSample)}

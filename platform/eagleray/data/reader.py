@@ -32,7 +32,7 @@ from eagleray.views.crop import crop
 from eagleray.views.operations import augment, operate
 from eagleray.views.sampling import Views
 
-Ends = Mapping[int, Leader | Follower]  # the ends of each lane
+Ends = Mapping[int, Leader | Follower]  # this reader's end of each shared lane, by the lane's index
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepPart:
     label: Tensor  # (b,)
     boxes: Tensor | None = None  # (V, b, 4), see Batch; None: not asked for
     step: int = 0
-    packed: Packed | None = None  # what the device crops
+    packed: Packed | None = None  # decoded images that the device crops
     bad: list[BadSample] = field(default_factory=list)
     error: UserError | Outage | None = None  # why the reader cannot continue
 
@@ -104,7 +104,7 @@ class Stream:
     colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
     selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
     scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
-    phases: tuple[tuple[int, Views], ...] = ()  # smaller views, each for the epochs before its number
+    phases: tuple[tuple[int, Views], ...] = ()  # (epoch, views): smaller views for the epochs before this one
     boxes: bool = False  # whether batches say where the crops lie
     packed: bool = False  # whether the device crops the decoded images
 
@@ -118,21 +118,20 @@ class Stream:
 
     @functools.cached_property
     def samples_per_lane(self) -> int:
-        """The samples of one lane in an epoch. Raises UserError when the lanes or the data do not fit the batch."""
+        """The samples of a lane in an epoch. Raises UserError unless the lanes divide the batch and data fill it."""
         with explained(f"optim.batch={self.batch} data.lanes={self.lanes}", ValueError):
             return lane_length(self.samples_per_epoch, lanes=self.lanes, batch=self.batch)
 
     @functools.cached_property
     def samples_per_epoch(self) -> int:
-        """The readings of an epoch, before those that do not fill a batch are left out."""
+        """The number of readings in an epoch, with those at its end that do not fill a batch and are left out."""
         return self.selection.total if self.selection else int(self.visits.sizes.sum())
 
     @functools.cached_property
     def visits(self) -> Visits:
-        """The visits of every epoch, without a selection.
+        """The visits of every epoch of a stream without a selection. With a selection, `epoch` draws its own visits.
 
-        A visit is one reading of a block; a block with a repeat count has several visits.
-        """
+        A visit is one reading of a block; a block with a repeat count has several visits."""
         shard = np.searchsorted(self.index.first, self.index.starts[:-1], "right") - 1
         blocks = np.repeat(np.arange(len(shard)), self.index.repeats[shard])
         return Visits(blocks, self.index.block_sizes[blocks])
@@ -142,18 +141,18 @@ class Stream:
         return next((views for end, views in self.phases if step < end * self.steps_per_epoch), self.views)
 
     def share(self, lanes: range | None = None) -> Share:
-        """Return the share of a reader that has these lanes, by default all, for itself."""
+        """Return the share of a reader that alone reads these lanes, by default all lanes."""
         each, own = self.batch // self.lanes, lanes or range(self.lanes)
         return Share(range(own.start * each, own.stop * each), each)
 
     def parts(
         self, share: range | Share, *, start: int, stop: int | None = None, ends: Ends | None = None
     ) -> Iterator[StepPart]:
-        """Yield these lanes' part, or that of a share of the rows, of every step from `start` on, before `stop`.
+        """Yield the rows of `share`, a range of lanes or a Share, as one StepPart for every step from `start` on,
+        before `stop`.
 
-        Blocks of a lane in `ends` are got from there. An error is stored in the part in which it occurs, and that part
-        is the last.
-        """
+        If a lane is in `ends`, its blocks come through that end, shared with other readers. An error is stored in the
+        part in which it occurs, and that part is the last."""
         share = self.share(share) if isinstance(share, range) else share
         steps, channels = self._steps(share, start, stop, ends or {}), planes(self.index.channels)
         packer = Packer(self.views, channels) if self.packed else None
@@ -187,7 +186,7 @@ class Stream:
                 return
 
     def samples(self, lanes: range, *, start: int, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        """Yield the lanes' samples and their undecoded bytes, in reading order. Raises BadImage."""
+        """Yield the lanes' samples and their undecoded bytes, in reading order. Raises BadImage for changed bytes."""
         for items in self._steps(self.share(lanes), start, stop, {}):
             for item in items:
                 sample = int(item.lane_run.order[item.at])
@@ -211,7 +210,7 @@ class Stream:
                     walk.look_ahead()
 
     def epoch(self, epoch: int) -> "EpochPlan":
-        """Return what an epoch reads, in which order."""
+        """Return the plan of an epoch: what it reads, and in which order."""
         copies = self.selection.copies(seed=self.seed, epoch=epoch) if self.selection else None
         visits = self.visits if copies is None else visits_of(copies, self.index.starts)
         return EpochPlan(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)
@@ -242,12 +241,11 @@ class Stream:
         self, part: StepPart, row: int, item: "_NextSample", views: Views, packer: Packer | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Decode one sample and write its crops and its label into a row of the part. Where the device crops, the
-        packer gets what it needs instead.
+        `packer` gets the image instead.
 
-        Return the sample's random numbers, (V, WIDTH) and (V, EXTRA_WIDTH).
-        """
+        Return the sample's random numbers: those of `uniforms` and those of `extra_uniforms`."""
         lane_run = item.lane_run
-        # The key is that of the intended sample, so that a replacement has other crops than where it stands itself.
+        # The key is that of the intended sample, so that a replacement has other crops than in its own place.
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
         u = sampling.uniforms(len(views.views), seed=self.seed, epoch=epoch, sample=key)
         more = sampling.extra_uniforms(views, seed=self.seed, epoch=epoch, sample=key)
@@ -273,11 +271,10 @@ class Stream:
     def _decode(
         self, part: StepPart, item: "_NextSample", views: Views, u: NDArray[np.float64]
     ) -> tuple[int, Block, Tensor, Boxes]:
-        """Decode a sample; return it with its block, its image and the boxes of its crops. If it is broken or
-        forgotten, the next good one of its block stands in, then of the lane's other blocks.
+        """Decode a sample; return it with its block, its image and the boxes of its crops. A broken or forgotten sample
+        is replaced by the next good one of its block or, if there is none, of the lane's other blocks.
 
-        Raises UserError when no sample of the lane can be decoded.
-        """
+        Raises UserError when no sample of the lane can be decoded."""
         broken, forgotten = item.lane_run.broken, self.index.forgotten
         for sample, block in self._candidates(item):
             if sample in forgotten:
@@ -298,7 +295,7 @@ class Stream:
             yield int(lane_run.order[(item.at + i) % len(lane_run.order)]), item.block
         for i in range(1, len(lane_run.lane)):
             samples = lane_run.epoch.samples(lane_run.lane[(lane_run.at_run + i) % len(lane_run.lane)])
-            block = item.block  # nobody looks at its bytes if all samples are known to be broken or forgotten
+            block = item.block  # its bytes are not used if all samples are known to be broken or forgotten
             if any(s not in lane_run.broken and s not in self.index.forgotten for s in samples.tolist()):
                 if i not in lane_run.stand_in:
                     lane_run.stand_in = {i: Block(item.block.fetcher, samples)}
@@ -308,14 +305,14 @@ class Stream:
 
 
 def _fail(ends: Ends | None, error: Exception) -> None:
-    """Let the readers know that wait for blocks of this one."""
+    """Pass an error to the readers that wait for blocks of this reader."""
     for end in (ends or {}).values():
         end.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """The visits of an epoch, their order, and the samples of its block that each of them reads."""
+    """The visits of an epoch, their order, and the samples that each visit reads of its block."""
 
     number: int
     order: Epoch
@@ -324,8 +321,8 @@ class EpochPlan:
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
 
     def samples(self, run: Run) -> NDArray[np.int64]:
-        """Return the samples, in their order in the shard, that a lane reads of a visit. The `block` of the run is the
-        number of the visit."""
+        """Return the samples that a lane reads of a visit, in their order in the shard. `run.block` is the index of the
+        visit."""
         block = self.visits.blocks[run.block]
         first, last = int(self.starts[block]), int(self.starts[block + 1])
         if self.copies is None:
@@ -341,13 +338,13 @@ class _LaneRun:
     epoch: EpochPlan
     lane: Lane
     at_run: int  # the position of this run in `lane`
-    samples: NDArray[np.int64]  # sorted by their place in the shard
-    order: NDArray[np.int64]  # the same in reading order
+    samples: NDArray[np.int64]  # sorted by their position in the shard
+    order: NDArray[np.int64]  # the same samples in reading order
     copy: int  # how often these samples were read before in this epoch
     at: int  # the position of the next sample in `order`
-    # A whole block may be broken, and what stands in for its samples must not be looked for anew for each of them.
-    broken: dict[int, BadSample] = field(default_factory=dict)  # broken samples by their number
-    stand_in: dict[int, Block] = field(default_factory=dict)  # the last other block, by its distance in the lane
+    # These are kept, as a whole block may be broken, and replacements must not be searched anew for each sample.
+    broken: dict[int, BadSample] = field(default_factory=dict)  # broken samples by their index
+    stand_in: dict[int, Block] = field(default_factory=dict)  # block of the last replacement, by distance in the lane
 
 
 @dataclass(frozen=True, slots=True)

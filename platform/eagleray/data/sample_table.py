@@ -1,7 +1,7 @@
 """Tables with a row for each sample of a data set, in the order of its index: embeddings, measured columns.
 
 A table is a folder with `_table.json`, which is written first and describes all rows, and the files
-`part-000000.parquet` and so on, each written as a whole. So interrupted work continues, with the same bytes."""
+`part-000000.parquet` and so on, each written as a whole. So interrupted work continues, and gives the same bytes."""
 
 import functools
 import io
@@ -59,7 +59,7 @@ class SampleTable:
 
     @classmethod
     def create(cls, folder: str, about: About) -> "SampleTable":
-        """Return a table to write or to continue. Raises UserError when the folder has a different one."""
+        """Return a table to write or to continue. Raises UserError when the folder has a table of other rows."""
         known = read_about(folder)
         if known and (other := about.difference(known)):
             raise UserError(f"{folder}: has a table of {other}; out=FOLDER names another place")
@@ -71,20 +71,20 @@ class SampleTable:
 
     @property
     def parts(self) -> range:
-        """Return the numbers of the parts."""
+        """Return the indices of the parts."""
         return range(-(-self.about.images // ROWS))
 
     def samples(self, number: int) -> NDArray[np.int64]:
-        """Return the numbers of a part's samples."""
+        """Return the indices of a part's samples."""
         return np.arange(number * ROWS, min((number + 1) * ROWS, self.about.images), dtype=np.int64)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not written yet."""
+        """Return the indices of the parts that are not written yet."""
         there = {blob.url.rpartition("/")[2] for blob in store(self.folder).list(f"{self.folder}/", "part-")}
         return [number for number in self.parts if file_name(number) not in there]
 
     def write(self, number: int, index: Index, columns: Mapping[str, Any]) -> None:
-        """Write a part: shard, key and label of its samples, and then these columns. Raises UserError when it cannot be
+        """Write a part: its samples' shard, key and label, then `columns`. Raises UserError when it cannot be
         written."""
         samples, buffer = self.samples(number), io.BytesIO()
         names = [blob.url.rpartition("/")[2] for blob in index.shards]
@@ -131,15 +131,14 @@ def index_of(url: str, data: str, channels: Channels = ()) -> Index:
 
 
 def read_about(folder: str) -> About | None:
-    """Return the description of the table in a folder or URL, or None without one. Raises UserError if it is
-    damaged."""
+    """Return the description of the table in a folder or URL, or None without one. Raises UserError if damaged."""
     place = f"{folder}/{ABOUT}"
     with explained(f"{place}: not the description of a table of samples", ValueError, TypeError, why=False):
         return None if (text := find(place)) is None else About(**json.loads(text))
 
 
 def home_of(index: Index) -> str:
-    """Return the folder of all shards. Raises UserError when they are in several."""
+    """Return the folder of all shards. Raises UserError when the shards are in several folders."""
     folders = homes(index.shards)
     if len(folders) > 1:
         raise UserError(f"out: missing; the shards are in {len(folders)} folders, such as {min(folders)}")
@@ -157,8 +156,8 @@ def complete_tables(shards: Iterable[Blob], inside: str, wanted: Callable[[About
 
 
 def tables_beside(shards: Iterable[Blob], inside: str, wanted: Callable[[About], bool]) -> Iterator[SampleTable]:
-    """Yield the tables, complete or not, in the folder `inside` beside some shards that `wanted` accepts. Without a
-    common folder of the shards, there are none."""
+    """Yield the tables that `wanted` accepts, complete or not, in the folder `inside` beside some shards. If the shards
+    are in several folders, there are none."""
     home, *others = homes(shards)
     if others:
         return

@@ -1,4 +1,4 @@
-"""Says in which steps a sample is used: the order of a stream, computed the other way round."""
+"""Computes in which steps a sample is used, by inverting the order in which a stream reads."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,14 +15,14 @@ from eagleray.data.reader import EpochPlan, Stream
 
 
 def samples_with(index: Index, key: str) -> Iterator[int]:
-    """Yield the samples that have this key: one of each shard at most, if keys are unique there."""
+    """Yield the samples that have this key: at most one of each shard, if its keys are unique."""
     for shard in range(len(index.shards)):
         found = pc.indices_nonzero(pc.equal(index.column(shard, ["key"])["key"], key))
         yield from (int(index.first[shard]) + row for row in found.to_pylist())
 
 
 def broken_samples(index: Index, bad: Iterable[BadSample]) -> Iterator[int]:
-    """Yield the samples that a quarantine names, wherever the shards were when it was written."""
+    """Yield the samples that a quarantine names. Shards are found by file name, as they may have been moved since."""
     places = defaultdict[str, set[tuple[int, str]]](set)
     for sample in bad:
         places[sample.shard.rpartition("/")[2]].add((sample.offset, sample.key))
@@ -37,7 +37,7 @@ def broken_samples(index: Index, bad: Iterable[BadSample]) -> Iterator[int]:
 def steps_with(stream: Stream, samples: Sequence[int], stop: int, bad: Collection[int] = ()) -> list[list[int]]:
     """Return for each sample the steps before `stop`, counted from 0, whose batch it is in.
 
-    `bad` are samples that are broken or forgotten: none of them is in any batch, and a neighbour stands in for each."""
+    `bad` are samples that are broken or forgotten: none of them is in any batch, and another sample replaces each."""
     steps: dict[int, list[int]] = {sample: [] for sample in samples}
     for at, used in _uses(stream, samples, stop, bad):
         for step, sample in zip(at.tolist(), used.tolist(), strict=True):
@@ -60,12 +60,12 @@ def first_step_with(stream: Stream, samples: Collection[int], stop: int, bad: Co
 def _uses(
     stream: Stream, samples: Collection[int], stop: int, bad: Collection[int]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield steps before `stop` and the sample that each has in its batch, epoch by epoch, from all blocks that have
-    some of the samples or of the bad ones."""
+    """Yield, epoch by epoch, steps before `stop` and the sample that each step uses, for all blocks that have some of
+    the `samples` or `bad` samples."""
     looked, gone = np.array(sorted({*samples, *bad}), np.int64), _mask(stream, bad)
     blocks = np.unique(np.searchsorted(stream.index.starts, looked, "right") - 1)
     for number in range(-(-stop // stream.steps_per_epoch)):
-        epoch = stream.epoch(number)  # an epoch of millions of samples takes seconds, so it is made once for all
+        epoch = stream.epoch(number)  # made once for all blocks, as millions of samples take seconds
         for at, used in _uses_in(stream, epoch, blocks, gone):
             if (here := at < stop).any():
                 yield at[here], used[here]
@@ -75,7 +75,7 @@ def _uses_in(
     stream: Stream, epoch: EpochPlan, blocks: NDArray[np.int64], gone: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield the steps of an epoch and the sample that is used in each, for every part of these blocks' visits that a
-    lane reads. `gone` (N,) are the bad samples."""
+    lane reads. `gone` (N,) is a mask of the bad samples."""
     length, each = stream.samples_per_lane, stream.batch // stream.lanes
     for place in np.flatnonzero(np.isin(epoch.visits.blocks[epoch.order.blocks], blocks)).tolist():
         end, visit = int(epoch.order.ends[place]), int(epoch.order.blocks[place])
@@ -93,7 +93,7 @@ def _uses_in(
 
 
 def _of_another_block(stream: Stream, epoch: EpochPlan, number: int, run: Run, gone: NDArray[np.bool_]) -> int:
-    """Return what stands in for the samples of a run that are all bad: the first good one of the lane's next runs."""
+    """Return the replacement for a run whose samples are all bad: the first good sample of the lane's next runs."""
     lane = epoch.order.lane(number, lanes=stream.lanes, batch=stream.batch)
     at = int(np.flatnonzero(lane.blocks == run.block)[0])
     others = (epoch.samples(lane[(at + i) % len(lane)]) for i in range(1, len(lane)))
@@ -101,7 +101,7 @@ def _of_another_block(stream: Stream, epoch: EpochPlan, number: int, run: Run, g
 
 
 def _mask(stream: Stream, samples: Collection[int]) -> NDArray[np.bool_]:
-    """Return which samples of the stream's index (N,) are among these."""
+    """Return a mask (N,) of these samples among all samples of the stream's index."""
     mask = np.zeros(len(stream.index), bool)
     mask[list(samples)] = True
     return mask

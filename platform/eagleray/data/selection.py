@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
 
-FEW = 0.1  # share of all samples' bytes; if less is read, shards of the read samples alone are advised
+FEW = 0.1  # if less than this fraction of all bytes is read, shards of the read samples alone are advised
 MOST = 1000.0  # largest weight: a larger one is a mistake, and readings are counted in 16 bits
 CHUNK = 2**20  # samples processed at a time; it decides which random numbers are drawn
 STREAM = 3  # random stream; the orders of blocks and samples use other streams of the seed
@@ -69,7 +69,7 @@ class Selection:
         for which the number of points is the same in every epoch."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
         spare = self.total - self.whole - self.rest
-        u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) points lie up to x
+        u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) of the points are at most x
         out, end, reached, left = np.empty(len(self.weight), np.uint16), 0.0, 0, self.total
         for number, part in enumerate(self._parts()):
             rows = out[number * CHUNK : number * CHUNK + len(part)]
@@ -79,7 +79,7 @@ class Selection:
             ends = end + np.cumsum(rest, dtype=np.float64)
             points = np.floor(ends + u).astype(np.int64)
             left -= int(rows.sum())
-            if number * CHUNK + len(part) == len(out):  # rounding must change neither the sum nor left-out samples
+            if number * CHUNK + len(part) == len(out):  # rounding errors must keep the sum and read no left-out samples
                 may = np.flatnonzero(rest)
                 points = np.minimum(points, reached + left)
                 points[may[-1] if len(may) else len(rest) :] = reached + left

@@ -1,7 +1,8 @@
 """Passes the blocks of a lane from the reader that fetches them to the readers that share the lane.
 
-One reader of a rank leads a lane: it fetches each block once and puts it into shared memory. The others wait for the
-block and map the same memory. The kernel frees it when no process uses it any more, also when all are killed."""
+One reader of a rank leads a lane: it fetches each block once and puts it into shared memory. The other readers wait for
+the block and map the same memory. The kernel frees this memory when no process uses it any more, also when all are
+killed."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from eagleray.data.blocks import Content, Pool
 
 WAIT = 5.0  # seconds between checks that the other processes are alive
 SOON = 0.1  # seconds between these checks at the end
-LEADER, FAILED = -2, -1  # stand for a block's number: the leader's process id, and the error that ended it
+LEADER, FAILED = -2, -1  # sent instead of a block's number, with the leader's process id or the error that ended it
 
 
 class SharedLane:
@@ -39,17 +40,17 @@ class SharedLane:
 class Leader:
     """Fetches the blocks of a lane, and passes each to the other readers of the lane."""
 
-    pool: Pool | None = None  # the fetcher's pool
+    pool: Pool | None = None  # None: the pool of the fetcher is used
 
     def __init__(self, queues: list[Any], ended: Any) -> None:
         """`ended` is a semaphore that each other reader releases when it ends."""
         self.queues, self.ended = queues, ended
         for queue in queues:
-            queue.cancel_join_thread()  # a reader that has ended takes nothing more
+            queue.cancel_join_thread()  # at exit, do not wait for a reader that has ended
         self._pass(LEADER, os.getpid())
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
-        """Return block `number` of the lane, counted from where the readers began."""
+        """Return block `number` of the lane, counted from the block at which the readers began."""
         try:
             begin, data, wrong = fetch()
         except (UserError, Outage) as e:
@@ -60,12 +61,12 @@ class Leader:
         return Content(begin, memoryview(shared.numpy()), wrong)  # type: ignore[arg-type]
 
     def fail(self, error: Exception) -> None:
-        """Let the others know that no more blocks will come."""
+        """Tell the other readers that no more blocks will come."""
         self._pass(FAILED, error)
 
     def finish(self, over: Any) -> None:
-        """Wait until the other readers have ended, or the event `over` is set, as shared memory can be taken only while
-        this process lives."""
+        """Wait until the other readers have ended, or the event `over` is set, as they can open shared memory of this
+        process only while it lives."""
         parent = parent_process()
         for _ in self.queues:
             while not self.ended.acquire(timeout=SOON):
@@ -90,7 +91,7 @@ class Follower:
         """Do nothing, as nobody waits for this reader."""
 
     def finish(self, over: Any) -> None:
-        """Let the leader know that this reader takes nothing more."""
+        """Tell the leader that this reader takes nothing more."""
         self.ended.release()
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
@@ -128,6 +129,6 @@ def _shared_copy(data: memoryview) -> torch.Tensor:
 
 
 def shared_memory(size: int) -> torch.Tensor:
-    """Return nameless memory (size,) for several processes. Nothing is left of it when all of them are killed."""
+    """Return unnamed shared memory (size,) for several processes. Nothing is left of it when all of them are killed."""
     storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,4 +1,4 @@
-"""Stamps of local files, which show whether a file was written, and what this machine remembers of files by them."""
+"""Stamps of local files, which change when a file is written, and this machine's record of files by their stamps."""
 
 import contextlib
 import hashlib
@@ -13,12 +13,12 @@ from eagleray.base.errors import explained
 from eagleray.base.files import cache_folder, write_atomic
 from eagleray.storage import store
 
-TICK = 0.02  # most seconds between two times that a file system can tell apart
+TICK = 0.02  # seconds after which a file that is written again has another time, on any file system
 
 
 class Stamp(NamedTuple):
-    """Tells whether a file was written since: the times of the last change of its content, and of its content or
-    metadata, in nanoseconds, and its inode number. Or digests of these of many files."""
+    """Tells whether a file was written since, by its mtime and ctime in nanoseconds and its inode number. For many
+    files together, each field is a digest of the files' values."""
 
     written: int
     changed: int
@@ -30,7 +30,7 @@ class Stamp(NamedTuple):
 
     def fits(self, before: Sequence[int]) -> bool:
         """Return whether a file was not written since it had the stamp `before`, or is a copy of that file with its
-        time. If a program has reset the time of the content, the time of the last change of metadata shows it."""
+        mtime. If a program has written the file and reset its mtime, the ctime shows it."""
         if len(before) != len(self):
             return False
         then = Stamp(*before)
@@ -57,8 +57,7 @@ def short(*parts: Hashable) -> int:
 
 
 class Verified:
-    """Remembers on this machine, by numbers of `short`, which files of a folder had the indexed content at which
-    times."""
+    """Remembers on this machine, by digests of `short`, which files had the indexed content with which stamps."""
 
     def __init__(self, folder: str | None) -> None:
         self.marks = set[int]()
@@ -73,7 +72,7 @@ class Verified:
         return mark in self.marks
 
     def add(self, marks: Iterable[int]) -> None:
-        """Add numbers. If the cache cannot be written, their files are read again at the next start."""
+        """Add digests. If the cache cannot be written, the files they stand for are read again at the next start."""
         if not (new := set(marks) - self.marks):
             return
         self.marks |= new

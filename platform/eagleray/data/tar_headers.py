@@ -1,18 +1,18 @@
 """Reads the headers of a tar, possibly from a stranger, in time and memory that are bounded by its size.
 
 The format is POSIX pax (IEEE Std 1003.1-2017, `pax`, "ustar" and "pax Interchange Format") with GNU tar's extensions.
-Damage ends the archive with one reason, and every member before it is kept. Every byte belongs to a member, which is
-yielded or counted, to the end of an archive, or to a reason. Decision 34 says why Python's tarfile is not used, which
-reads intact archives in the same way."""
+Damage ends the archive with one reason, and every member before it is kept. Every byte belongs to a member that is
+yielded or counted, to the end of an archive, or to reported damage. Python's tarfile reads intact archives in the same
+way; decision 34 says why it is not used."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 BLOCK = 512  # bytes: headers and the data of members begin at multiples of it
-LARGEST_HEADER = 2**20  # bytes of one extended header
-LONGEST_NAME = 4096  # bytes, as PATH_MAX of Linux
-MOST = 10**18  # bytes of a member at most
+LARGEST_HEADER = 2**20  # most bytes of one extended header
+LONGEST_NAME = 4096  # most bytes of a name: PATH_MAX of Linux
+MOST = 10**18  # most bytes of a member
 COMPRESSED = {  # first bytes of compressed files
     b"\x1f\x8b": "gzip",
     b"\x1f\x9d": "compress",
@@ -44,7 +44,7 @@ class Member(NamedTuple):
     name: str  # decoded as by tarfile: a lone surrogate stands for a byte that is not UTF-8
     offset: int  # first byte of its data in the tar
     size: int  # bytes; it may reach beyond the end of a truncated tar
-    sparse: bool  # whether its bytes are stored without holes, so that they are not those of the file
+    sparse: bool  # whether the file's holes are left out, so that the stored bytes are not the file's
 
 
 class DamagedTar(ValueError):
@@ -54,7 +54,7 @@ class DamagedTar(ValueError):
 
 
 class Zeros(DamagedTar):
-    """Damage by zeros where they do not belong."""
+    """Damage by zeros at a place where no archive ends."""
 
 
 class _Header(NamedTuple):
@@ -65,15 +65,16 @@ class _Header(NamedTuple):
 
 def compression(head: bytes) -> str:
     """Return the name of the compression of a file that begins with `head`, or "" if it is not compressed."""
-    skipped = head[1:4] == b"*M\x18" and head[0] >> 4 == 5  # a skippable frame, as parallel programs write
+    skipped = head[1:4] == b"*M\x18" and head[0] >> 4 == 5  # a skippable zstd frame, as parallel compressors write
     return "zstd" if skipped else next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def members(file: BinaryIO, size: int, passed: Counter[str] | None = None, base: int = 0) -> Iterator[Member]:
     """Yield the files in a tar of `size` bytes, in their order. The caller may read and seek `file` between them.
 
-    Members that are not files are counted in `passed`. Joined archives are read one after the other. The first begins
-    at byte `base`, negative if a part of it was read before. Raises DamagedTar after the last file before damage."""
+    Members that are not files are counted in `passed`. Joined archives are read one after the other. The first archive
+    begins at byte `base`, negative if it was read in part before. Raises DamagedTar after the last file before
+    damage."""
     at, passed = 0, Counter() if passed is None else passed
     try:
         while at < size:
@@ -122,7 +123,7 @@ def _is_header(block: bytes) -> bool:
 
 
 def _next_member(file: BinaryIO, start: int, size: int, block: bytes) -> tuple[Member | str, int]:
-    """Return the member whose headers begin at `start`, or its kind if it is not a file, and the next one's offset."""
+    """Return the member whose headers begin at `start`, or its kind if it is no file, and the next member's offset."""
     at, name, sparse = start, None, False
     stored: int | None = None  # bytes of the member's data, from a pax header
     for _ in range(EXTENDED_HEADERS + 1):
@@ -134,7 +135,7 @@ def _next_member(file: BinaryIO, start: int, size: int, block: bytes) -> tuple[M
         data = _read(file, at + BLOCK, header.size)
         if header.type == LONG_NAME:
             long = data.partition(b"\0")[0]
-            if len(long) < max(len(data) - 1, 1):  # one zero ends it
+            if len(long) < max(len(data) - 1, 1):  # one zero ends the name
                 raise DamagedTar(f"a long name that ends after {len(long)} of {len(data)} bytes")
             name = long if name is None else name
         elif header.type != LONG_LINK:

@@ -29,13 +29,13 @@ READ = 4 * 2**20  # bytes per request
 LARGEST = 2**29  # most bytes of an image file: as many as the decoded pixels of an RGB image of MAX_PIXELS
 LABEL = 64  # bytes that are read of a label
 MEMBERS = 1000  # most members of one sample
-START = 16  # first bytes, which tell the format of an image
+START = 16  # number of first bytes, which tell the format of an image
 NO_IMAGE = "no image: only "
 FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # first and last bytes of formats with a known end
-TAIL = 2**16  # bytes at the end of a file among which the last that is not zero is searched
+TAIL = 2**16  # bytes at the end of a file in which the last non-zero byte is searched
 HIDDEN, EXTENSIONLESS = "hidden file", "extensionless file"
-UNREAD, UNLABELLED = "image", "label"  # an image beside the one that is read; a label that cannot be read
-# All kinds that are counted.
+UNREAD, UNLABELLED = "image", "label"  # a further image of a sample; a label that cannot be read
+# All kinds by which skipped members and joined archives are counted.
 PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, UNLABELLED, ARCHIVE)
 
 
@@ -93,7 +93,7 @@ def counted(passed: Mapping[str, int]) -> str:
 
 
 def _members(passed: Counter[str]) -> int:
-    """Return how many members are no part of a sample. The other kinds are counted while rows are read."""
+    """Return how many members belong to no sample. Unread images and labels are counted later, while rows are read."""
     return passed.total() - passed[UNREAD] - passed[UNLABELLED]
 
 
@@ -104,7 +104,7 @@ def _said(damage: DamagedTar, samples: int, size: int) -> str:
 
 
 def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
-    """Return the row of the last sample before some damage, as unusable if zeros may end its image early."""
+    """Return the row of the last sample before damage, as unusable if the zeros behind it may begin in its image."""
     end = row.offset + row.size
     if not isinstance(damage, Zeros) or -(-end // BLOCK) * BLOCK != damage.offset:
         return row
@@ -114,7 +114,7 @@ def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
 
 class _Member(NamedTuple):
     extension: str
-    last: str  # its last extension
+    last: str  # the last part of the extension, such as png of mask.png
     offset: int
     size: int
     sparse: bool
@@ -126,10 +126,10 @@ class _Member(NamedTuple):
 def _files(
     source: BinaryIO, blob: Blob, damage: list[DamagedTar], passed: Counter[str]
 ) -> Iterator[tuple[tuple[int, str], _Member]]:
-    """Yield every file with the number of its archive and its key, up to the first whose bytes are cut off.
+    """Yield every file with the index of its archive and its key, up to the first file whose bytes are cut off.
 
-    Damage is put into a list, because an error would lose the sample before it."""
-    doubtful = 0, 0  # end of a file that zeros may have overwritten; number of members passed over before
+    Damage is put into the list `damage`, because an error would lose the sample before it."""
+    doubtful = 0, 0  # end of a file that zeros may have overwritten; number of members skipped before it
     try:
         for name, offset, size, sparse in members(source, blob.size, passed):
             doubtful = 0, 0
@@ -159,8 +159,8 @@ def _files(
 
 
 def _checksum(source: BinaryIO, offset: int, size: int) -> tuple[int, bytes, bool]:
-    """Return the CRC-32 of an image, reading a part at a time, its first bytes, and whether it ends in zeros although
-    an image that begins like it does not."""
+    """Return the CRC-32 of an image, its first bytes, and whether it ends in zeros although its format does not. Only a
+    part of it is in memory at a time."""
     source.seek(offset)
     tail = source.read(min(READ, size))
     crc, first = crc32(tail), tail[:START]

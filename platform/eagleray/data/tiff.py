@@ -25,7 +25,7 @@ KINDS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # types of the tags that are read
 SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, FILL = 254, 256, 257, 258, 259, 262, 266
 STRIPS, ORIENTATION, SAMPLES, ROWS, STRIP_SIZES, PLANAR, PREDICTOR = 273, 274, 277, 278, 279, 284, 317
 TILE_WIDTH, TILE_HEIGHT, TILES, TILE_SIZES, FORMAT = 322, 323, 324, 325, 339
-DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)  # zlib reads the first; Pillow LZW, PackBits, LZMA, Zstandard
+DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)  # read by zlib; by Pillow: LZW, PackBits, LZMA, Zstandard
 USUAL = {FILL: "order of bits", ORIENTATION: "orientation"}  # tags for which only the value 1 is read
 Data = bytes | memoryview
 Tags = dict[int, NDArray[Any]]
@@ -53,7 +53,7 @@ def read_tiff(data: Data, channels: int | None = None) -> NDArray[Any]:
 
 
 def directories(data: Data) -> Iterator[Tags]:
-    """Yield each page's tags by number, without those that hold no whole numbers. The number -1 stands for whether the
+    """Yield the tags of each page by their numbers, only those with values of whole numbers. The key -1 has whether the
     bytes are in little-endian order."""
     order, big = "<" if data[:2] == b"II" else ">", 43 in bytes(data[2:4])
     offset, length = (f"{order}u8", f"{order}u8") if big else (f"{order}u4", f"{order}u2")
@@ -159,7 +159,7 @@ class TiffPage:
         for i, (offset, size) in enumerate(zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)):
             plane, place = divmod(i, per_plane)
             top, left = place // across * rows, place % across * columns
-            high = rows if self.tiled else min(rows, height - top)  # a tile is whole, the last strip is not
+            high = rows if self.tiled else min(rows, height - top)  # a tile has all its rows, the last strip has fewer
             target = out[top : top + rows, left : left + columns, plane : plane + 1 if self.planar else None]
             target[:] = self._values(data[offset : offset + size], high)[: target.shape[0], : target.shape[1]]
         return np.iinfo(out.dtype).max - out if self.inverted else out

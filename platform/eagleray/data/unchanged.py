@@ -34,7 +34,7 @@ def tagged(
 ) -> tuple[list[Blob], bool]:
     """Return the tars of a local folder with their tags, and whether one was read again because of its stamp.
 
-    Indexed tars keep the tag of the index unless they have changed. New ones have no tag. `now` are their stamps."""
+    Tars in the index keep its tag unless they have changed. New tars have no tag. `now` has the stamps of all tars."""
     entries = {blob: known[name(blob)].entry(name(blob)) for blob in blobs if name(blob) in known}
     same_size = {blob: entry for blob, entry in entries.items() if entry.size == blob.size}
     others = [blob for blob, entry in same_size.items() if not now[name(blob)].fits(entry.stamp)]
@@ -63,7 +63,7 @@ def _mark(blob: Blob, stamp: Stamp) -> int:
 
 
 def _tag_now(blob: Blob, tag: str, file: File) -> str:
-    """Return the tag that the index would give a tar now. Raises UserError and Outage when it cannot be read."""
+    """Return `tag`, the index's, if a shard's content is as indexed, otherwise another. Raises UserError and Outage."""
     if tag.startswith(f"{WHOLE}:"):
         return content_tag(blob)
     rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # checked, as the index may come from a bucket
@@ -77,7 +77,7 @@ def _tag_now(blob: Blob, tag: str, file: File) -> str:
 
 
 def images_tag(rows: pa.Table) -> str:
-    """Return the tag of a local folder of images: a digest of their paths, sizes and checksums."""
+    """Return the tag of a part of a local folder: a digest of its images' paths, sizes, checksums and labels."""
     digest = hashlib.sha256()
     for values in zip(*(rows[column].to_pylist() for column in ("key", "size", "crc", "label")), strict=True):
         digest.update(repr(values).encode())

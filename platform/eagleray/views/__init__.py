@@ -1,7 +1,7 @@
-"""Random crops and colours of images.
+"""Random crops and colour operations on images.
 
-Decoded images and a view's settings go in; crops and normalised batches come out, the same for the
-same seed and sample.
+Decoded images and the settings of views go in; crops and normalised batches come out, the same for the same seed, epoch
+and sample.
 
 May import: base, config.
 """

@@ -2,8 +2,8 @@
 
 On a CPU, PyTorch and Pillow compute the antialiased resize of uint8 pixels with integers: in one pass along the rows
 and one along the columns, each with 16-bit weights and a uint8 result. Integers give the same pixels on any device.
-Rounding of float64 weights to them never depends on the device, as none lies near enough to the middle of two.
-R rows of pixels, n crops of one size, S x S pixels of N channels, K taps (weights for each pixel of a crop)."""
+Float64 weights round to the same integers on any device, as none lies near enough to the middle of two. Sizes: R rows
+of pixels, n crops of S x S pixels, N channels, K taps (weights for each pixel of a crop)."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eagleray.config.view import View
 
-AT_ONCE = 2**24  # values after the first pass of a piece, at 8 bytes each; more only where a single crop has more
-REACH = {"bilinear": 1.0, "bicubic": 2.0}  # pixels with weights on either side, where none are reduced
+AT_ONCE = 2**24  # most values of a piece after its first pass, 8 bytes each; a single crop may have more
+REACH = {"bilinear": 1.0, "bicubic": 2.0}  # pixels with weights on either side, if the image is not reduced
 LIMIT, MOST_BITS = 2**15, 22  # bound of a weight as an integer; most bits by which a weight is shifted left
 
 
@@ -25,12 +25,12 @@ def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) 
     """Return the resized crops (V, B, N, S, S) of V views of one size, from decoded images on the device.
 
     `pixels` (P, N) are those of all images, one after the other. The columns of `boxes` (V, B, 4) are a crop's first
-    pixel in `pixels`, the distance of two rows in pixels, its height and its width. The host waits for nothing."""
+    pixel in `pixels`, its row stride in pixels, its height and its width. The host does not wait for the device."""
     size, channels = views[0].size, pixels.shape[1]
     out = pixels.new_empty((math.prod(boxes.shape[:2]), channels, size, size))
     for interpolation in {view.interpolation: None for view in views}:
         mine = np.repeat([view.interpolation == interpolation for view in views], boxes.shape[1]).nonzero()[0]
-        mine = mine[boxes.reshape(-1, 4)[mine, 2:].max(1).argsort(kind="stable")]  # a piece has taps for its largest
+        mine = mine[boxes.reshape(-1, 4)[mine, 2:].max(1).argsort(kind="stable")]  # a piece's largest crop sets K
         chosen = boxes.reshape(-1, 4)[mine]
         table = torch.from_numpy(np.concatenate([mine[:, None], chosen], 1)).to(pixels.device, non_blocking=True)
         piece = np.cumsum(chosen[:, 2]) * (size * channels) // AT_ONCE
@@ -45,8 +45,8 @@ def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) 
 def _resized(
     pixels: Tensor, boxes: Sequence[Tensor], rows: int, longest: Sequence[int], size: int, interpolation: str
 ) -> Tensor:
-    """Return the crops (n, N, S, S) of `boxes`, the four columns (n,) of those of `crop_batch`, whose heights sum to
-    `rows`. `longest` is the largest height and the largest width."""
+    """Return the crops (n, N, S, S) of `boxes`, the four columns (n,) of a part of the boxes of `crop_batch`. Their
+    heights sum to `rows`. `longest` is the largest height and the largest width."""
     first, stride, height, width = boxes
     ends = height.cumsum(0)
     begins, row = ends - height, torch.arange(rows, device=pixels.device)
@@ -61,8 +61,8 @@ def _resized(
 
 
 def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -> Tensor:
-    """Return sums (m, S, C) of K rows of `source` (P, C), from row `at` (m, S) on, times K weights (m, S); shifted
-    right by `bits` (m,) and rounded to uint8. The row that a weight of 0 multiplies may be any."""
+    """Return the sums (m, S, C) of K successive rows of `source` (P, C), from row `at` (m, S) on, times their weights
+    (m, S); shifted right by `bits` (m,) and rounded to uint8. Rows beyond the last one must have weight 0."""
     sums = (1 << (bits - 1)).view(-1, 1, 1).expand(*at.shape, source.shape[1]).contiguous()
     for weight in weights:
         sums.addcmul_(source.index_select(0, at.flatten()).view(sums.shape), weight.unsqueeze(2))
@@ -71,8 +71,8 @@ def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -
 
 
 def weigh(length: Tensor, longest: int, size: int, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how to resize n lines of `length` (n,) pixels to S: the first pixel (n, S) of each sum, the weights (K, n,
-    S), and the bits by which each line's weights are shifted (n,). K follows from the length `longest`."""
+    """Return how to resize n lines of `length` (n,) pixels to `size` = S: the first pixel (n, S) of each sum, the
+    weights (K, n, S), and the bits (n,) by which each line's weights are shifted. K follows from the longest length."""
     reach, taps = REACH[interpolation], 2 * math.ceil(REACH[interpolation] * max(longest / size, 1)) + 1
     scale = (length.double() / size).unsqueeze(1)
     centre = scale * (torch.arange(size, device=length.device) + 0.5)  # (n, S)

@@ -11,8 +11,7 @@ from eagleray.base.rng import seed_global_generators
 class Mixing:
     """Mixes every batch with itself in reverse order and smooths the labels.
 
-    If both Mixup and CutMix are on, one of the two is drawn for each batch.
-    """
+    If both Mixup and CutMix are on, one of the two is drawn for each batch."""
 
     def __init__(self, classes: int, *, smoothing: float, mixup: float, cutmix: float) -> None:
         """`mixup` and `cutmix` are the alphas of Beta(alpha, alpha) distributions. 0 switches an operation off."""

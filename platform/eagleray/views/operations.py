@@ -1,4 +1,4 @@
-"""Operations on a uint8 crop: operations of plug-ins, and timm's RandAugment (Cubuk et al. 2020, arXiv:1909.13719)."""
+"""Operations on a uint8 crop: those of plug-ins, and timm's RandAugment (Cubuk et al. 2020, arXiv:1909.13719)."""
 
 import functools
 from typing import Any

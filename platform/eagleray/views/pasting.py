@@ -1,6 +1,6 @@
-"""Pastes images on others of their batch, in boxes drawn at random (Yang et al. 2021, arXiv:2102.08318).
+"""Pastes images on other images of their batch, in boxes drawn at random (Yang et al. 2021, arXiv:2102.08318).
 
-B square images of S x S pixels. Boxes (B, 4) are left, top, right and bottom."""
+B square images of S x S pixels. The columns of boxes (B, 4) are left, top, right and bottom."""
 
 import math
 
@@ -13,11 +13,12 @@ WIDEST = 2.0  # largest ratio of a box's sides, of width to height or of height 
 
 
 def draw_boxes(u: Tensor, smallest: float, size: int) -> tuple[Tensor, Tensor]:
-    """Return the boxes to paste into, in pixels of a background of `size`, and the cuts to paste, as shares of sides.
+    """Return the boxes (B, 4) to paste into, in pixels of a background of `size`, and the cuts (B, 4), in fractions of
+    sides.
 
-    A cut is the largest part with its aspect ratio of a square image. Its box has the same ratio, so nothing is
-    distorted, and is the largest within two lengths, drawn between the share `smallest` and all of the background's
-    side: the shorter side of the box is within the shorter one. All follows from the uniform numbers `u` (B, DRAWS)."""
+    A cut is the largest part of a square image with its aspect ratio. Its box has the same ratio, so nothing is
+    distorted. Two lengths are drawn from `smallest` to 1 times `size`. The box is the largest whose longer side is
+    within the longer length, and the shorter side within the shorter. `u` (B, DRAWS) are the uniform numbers."""
     ratio = torch.exp(math.log(WIDEST) * (2 * u[:, :1] - 1))  # width over height
     shape = torch.cat([ratio, 1 / ratio], 1).clamp(max=1)  # (B, 2) width and height, the longer one being 1
     lengths = smallest + (1 - smallest) * u[:, 1:3]
@@ -29,7 +30,7 @@ def draw_boxes(u: Tensor, smallest: float, size: int) -> tuple[Tensor, Tensor]:
 
 
 def paste(images: Tensor, backgrounds: Tensor, boxes: Tensor, cuts: Tensor) -> Tensor:
-    """Return backgrounds (B, 3, S, S) with the cuts, in shares, of images (B, 3, T, T) in their boxes, in pixels."""
+    """Return `backgrounds` (B, 3, S, S) with `cuts` of `images` (B, 3, T, T) in `boxes`, both as from `draw_boxes`."""
     pixels = torch.arange(backgrounds.shape[3], device=images.device, dtype=images.dtype) + 0.5
     first, last = boxes.unsqueeze(2).split(2, 1)  # (B, 2, 1)
     share = (pixels - first) / (last - first)  # (B, 2, S) x and y of each pixel, 0 to 1 over the box

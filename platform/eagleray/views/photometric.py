@@ -19,7 +19,7 @@ FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first
 RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
     COLUMNS.index(c) for c in ("recrop_top", "noise_std", "noise_seed", "quarters", "cut_top", "turn0")
 )
-# The column of an operation that is above 0 where it is applied, if its name is not that of the operation.
+# The column that is above 0 where an operation is applied, for operations without a column of their own name.
 NAMES = {"recrop": "recrop_height", "blur": "sigma", "noise": "noise_std", "rotate": "quarters", "cutout": "cut_side"}
 SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
@@ -64,17 +64,17 @@ def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tens
 
 
 def grain(x: Tensor, row: Tensor) -> Tensor:
-    """Draw normal noise for an image (3, S, S), with the seed in the image's parameters (38,), which are on the CPU."""
+    """Draw normal noise for an image (3, S, S), with the seed in its parameters `row` (P,), which are on the CPU."""
     return torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(int(row[NOISE_SEED])))
 
 
 def finish(images: Tensor, params: Tensor) -> Tensor:
-    """Normalise uint8 crops (B, 3, S, S) that lack no other operation, and erase boxes. `params` is that of `apply`."""
+    """Normalise uint8 crops (B, 3, S, S) after all other operations, and erase boxes. `params` are those of `apply`."""
     return erase_(normalise(images, images.device), params[:, TOP:])
 
 
 def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace images by `function(images, rows)`: those in the `rows` that the mask `on` (B,) on the CPU selects."""
+    """Replace the images that the mask `on` (B,) on the CPU selects, at indices `rows`, by `function(images, rows)`."""
     rows = on.nonzero().squeeze(1)
     if len(rows):
         rows = rows.to(x.device, non_blocking=True)
@@ -185,11 +185,11 @@ def jitters(x: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
 
 
 def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
-    """Apply four operations to each image (B, 3, S, S): the numbers in `order` (B, 4), one after the other; -1 is none.
-    `strengths` (B, 4) has a column for each operation.
+    """Apply up to four operations to each image (B, 3, S, S), one after the other. `order` (B, 4) has their indices in
+    JITTERS, or -1 for none. `strengths` (B, 4) has a column for each operation.
 
     Every operation is computed for all images, and the right result selected. Compiled, each of the four turns is one
-    kernel and the mean that contrast needs."""
+    kernel and one for the mean that contrast needs."""
     for turn in range(4):
         op, changed = per_image(order[:, turn]), x
         for number, function in enumerate(jitters(x)):
@@ -216,8 +216,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes image
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Normalise images (..., N, S, S) in [0, 1] in place, by the mean and standard deviation of `colours`: those of
-    ImageNet, or of the data if there are other channels."""
+    """Normalise images (..., N, S, S) in [0, 1] in place by `colours`: ImageNet's means and standard deviations for
+    RGB, otherwise those to which the levels of all other channels are scaled."""
     mean, std = colours(x.shape[-3])
     return x.sub_(per_channel(mean, x.device)).div_(per_channel(std, x.device))
 
@@ -227,7 +227,7 @@ def normalise(images: Tensor, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return normalise_(images.to(device, non_blocking=True).float().div_(255))
     x = torch.empty(images.shape)
-    for row, pixels in zip(x, images, strict=True):  # each stays in the cache between operations
+    for row, pixels in zip(x, images, strict=True):  # each image stays in the CPU's cache between operations
         normalise_(row.copy_(pixels).div_(255))
     return x
 

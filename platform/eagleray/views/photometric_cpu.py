@@ -42,7 +42,7 @@ def apply_(crops: Tensor, params: Tensor) -> None:
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
         order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
         names = [name for name in order if row[SWITCHES[name]]]
-        mirrored = bool(names) and names[-1] == "flip"  # mirrored last and apart, because that is far faster in uint8
+        mirrored = bool(names) and names[-1] == "flip"  # a flip at the end is done apart: it is far faster in uint8
         if names := names[: len(names) - mirrored]:
             x = cv2.merge(list(planes)).reshape(*planes.shape[1:], -1).astype(np.float32)  # (S, S, 3) in [0, 255]
             for name in names:
@@ -54,7 +54,7 @@ def apply_(crops: Tensor, params: Tensor) -> None:
 
 
 def change(x: Floats, name: str, row: Floats) -> Floats:
-    """Return an image (S, S, 3), perhaps changed in place, after one operation with its parameters (38,)."""
+    """Return an image (S, S, 3), perhaps changed in place, after the operation `name` with parameters `row` (P,)."""
     match name:
         case "jitter":
             for op in row[FIRST : FIRST + 4].astype(int):
@@ -123,4 +123,4 @@ def blur_(x: Floats, sigma: float) -> None:
 
 
 JITTERS = (brightness_, contrast_, saturation_, hue_)  # the order is that of their columns in COLUMNS
-EVERY = 2  # number of the first operations that work with any number of channels
+EVERY = 2  # so many first operations of JITTERS work with any number of channels

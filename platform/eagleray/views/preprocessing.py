@@ -17,13 +17,13 @@ from eagleray.views.photometric import normalise
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preprocessing:
-    """The settings of the resize of an image's shorter side, of the centre crop and of the normalisation."""
+    """The settings of preprocessing: the resize of an image's shorter side, the centre crop and the normalisation."""
 
     size: PositiveInt  # pixels of a side of the crop
     resize: PositiveInt  # pixels of the shorter side before the crop
     mean: tuple[float, ...] = MEAN  # mean of each channel, for pixels in [0, 1]
     std: tuple[PositiveFloat, ...] = STD
-    interpolation: Literal["bicubic"] = "bicubic"  # `centre_crop` knows no other
+    interpolation: Literal["bicubic"] = "bicubic"  # the only one that `centre_crop` supports
     channels: Channels = ()  # channels of decoded images; empty: red, green and blue
 
     @classmethod

@@ -27,7 +27,7 @@ EXTRA_WIDTH = 2 * TRIES + 5
 RECROP, SOBEL, ADD, STD, GRAIN, ROTATE, TURN, CUT, CUT_AREA, CUT_Y, CUT_X = range(2 * TRIES + 2, 2 * TRIES + 13)
 NEW_WIDTH = 2 * TRIES + 13
 NEW = ("recrop", "sobel", "noise", "rotate", "cutout")
-ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # timm's, the first a share of the area
+ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # timm's ranges: share of the area; log of ratio
 
 # The P columns of the photometric parameters (V, P) that `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
@@ -54,7 +54,7 @@ COLUMNS += (
     "quarters",
 )
 COLUMNS += ("cut_top", "cut_left", "cut_side")
-COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # number in APPLIED of the i-th operation
+COLUMNS += tuple(f"turn{i}" for i in range(len(APPLIED)))  # index in APPLIED of the i-th operation
 COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 
@@ -73,8 +73,8 @@ class Views:
     added: NDArray[np.float64]  # (V, 5) probabilities of NEW
     noise_std: NDArray[np.float64]  # (V, 2) range of the noise's standard deviation
     cutout_area: NDArray[np.float64]  # (V, 2) range of the cut-out share of the area
-    turns: NDArray[np.int64]  # (V, A) numbers of all A operations of APPLIED, in the view's order
-    crop_row: NDArray[np.int64]  # (V,) row of the view whose crop each view shows
+    turns: NDArray[np.int64]  # (V, A) indices of all A operations of APPLIED, in the view's order
+    crop_row: NDArray[np.int64]  # (V,) index of the view whose crop each view shows
     needs_extra: bool  # whether some view needs `extra_uniforms`
     operations: int  # O: most plug-in operations of any view
 
@@ -106,13 +106,13 @@ def chance(view: View, name: str) -> float:
 
 
 def order_of(view: View) -> list[int]:
-    """Return the numbers of all operations of APPLIED: first those in the view's `apply`, in its order."""
+    """Return the indices of all operations of APPLIED: first those in the view's `apply`, in its order."""
     first = [APPLIED.index(name) for name in view.apply or ()]
     return first + [number for number in range(len(APPLIED)) if number not in first]
 
 
 def generator(stream: int, *, seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """Return one of the independent generators of a sample, the one with the number `stream`."""
+    """Return random generator number `stream` of a sample. The generators of different streams are independent."""
     key = np.array([seed, (epoch << 40) | sample], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
 
@@ -123,8 +123,8 @@ def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.fl
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH), and, if any view has an operation of
-    NEW, for these too, (V, EXTRA_WIDTH + NEW_WIDTH). If no view needs any, the shape is (V, 0)."""
+    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH). If any view has an operation of NEW,
+    NEW_WIDTH columns for these follow. If no view needs any of these numbers, the shape is (V, 0)."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
     u = generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
@@ -135,7 +135,7 @@ def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[n
 
 
 def operation_seeds(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.int64]:
-    """Draw a seed below 2**63 for each plug-in operation of each view, (V, O). O is that of Views."""
+    """Draw a seed below 2**63 for each plug-in operation of each view, (V, O). O is `Views.operations`."""
     drawn = generator(2, seed=seed, epoch=epoch, sample=sample)
     return drawn.integers(2**63, size=(len(v.views), v.operations), dtype=np.int64)
 
@@ -148,7 +148,7 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
 def random_boxes(
     scale: NDArray[np.float64], log_ratio: NDArray[np.float64], u: NDArray[np.float64], height: int, width: int
 ) -> NDArray[np.int64]:
-    """Return boxes (n, 4) as `crops` does, by uniform numbers `u` (n, ...) and ranges (n, 2), or (1, 2) for all."""
+    """Return boxes (n, 4) as `crops` does, by uniform numbers `u` (n, ...) and ranges (n, 2) or, if shared, (1, 2)."""
     area = height * width * stretch(scale, u[:, :TRIES])
     ratio = np.exp(stretch(log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
@@ -165,13 +165,13 @@ def random_boxes(
 
 
 def shares(boxes: NDArray[np.int64], height: int, width: int) -> NDArray[np.float32]:
-    """Return left, top, right and bottom (V, 4) of boxes of `crops` as shares of the image's width and height."""
+    """Convert boxes (V, 4) of `crops` to left, top, right and bottom, as fractions of the image's width and height."""
     first, size = boxes[:, [1, 0]], boxes[:, [3, 2]]
     return (np.concatenate([first, first + size], 1) / (width, height, width, height)).astype(np.float32)
 
 
 def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, int, int, int]:
-    """Return top, left, height and width of the largest centred crop whose aspect ratio lies in the range."""
+    """Return top, left, height and width of the largest centred crop whose aspect ratio lies in the range `ratio`."""
     low, high = ratio
     h, w = height, width
     if width / height < low:
@@ -246,5 +246,5 @@ def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def stretch(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale uniform numbers (V, n) to the intervals (V, 2)."""
+    """Scale uniform numbers `u` (V, n) from [0, 1) to the intervals `ends` (V, 2)."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u
