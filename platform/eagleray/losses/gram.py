@@ -1,7 +1,7 @@
-"""Gram anchoring keeps how similar the patches of an image are to each other (Siméoni et al. 2025).
+"""Gram anchoring keeps the cosines between an image's patches close to those of an earlier teacher (DINOv3: Siméoni et
+al. 2025, arXiv:2508.10104, section 4.2).
 
-arXiv:2508.10104 (DINOv3), section 4.2. B images, N patches, D channels.
-"""
+B images, N patches, D channels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +14,8 @@ from eagleray.losses.products import unit
 def gram_loss(x: Tensor, anchor: Tensor, *, cut: bool = False) -> Tensor:
     """Return the mean squared difference between the cosines of patches x and of the anchor's patches, both (B, N, D).
 
-    The cosines are of all pairs of patches within an image. Equation 2 has their sum instead of a mean. With `cut`,
-    cosines below 0 count as 0: the default of the official class, but not of the paper's model."""
+    The cosines are of all pairs of patches within an image. Equation 2 has a sum of squares instead of the mean. With
+    `cut`, cosines below 0 count as 0, which is the default of the authors' class, but not the setting of the paper."""
     ours, theirs = gram(x), gram(anchor)
     return F.mse_loss(ours.relu(), theirs.relu()) if cut else F.mse_loss(ours, theirs)
 

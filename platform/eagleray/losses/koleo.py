@@ -1,7 +1,7 @@
-"""KoLeo spreads features apart: the Kozachenko-Leonenko estimator of their entropy (Sablayrolles et al. 2019).
+"""KoLeo spreads features apart: the Kozachenko-Leonenko estimator of their entropy (Sablayrolles et al. 2019,
+arXiv:1806.03198), as DINOv2 uses it (Oquab et al. 2023, arXiv:2304.07193, section 4).
 
-arXiv:1806.03198, as DINOv2 uses it (Oquab et al. 2023, arXiv:2304.07193, section 4). B images, D channels.
-"""
+B images, D channels."""
 
 import math
 
@@ -17,11 +17,11 @@ EPS = 1e-8  # the authors' eps of normalize and pairwise_distance, also added be
 
 @in_float32
 def koleo_loss(x: Tensor, rows: tuple[int, ...], group: int | None = None) -> Tensor:
-    """Return the mean of -log d, the distance of a row of x (B, D), scaled to length one, to the nearest other row.
+    """Return the mean of -log d over the rows of x (B, D), where d is a row's distance from the nearest other row.
 
-    The nearest row is sought among the rows of all ranks or, with `group`, within the row's group: `group` consecutive
-    rows form one, and the remainder joins the last. The authors search among the images of one GPU or of a few; here
-    the result is the same for any number of ranks."""
+    Rows are first scaled to length one. The nearest row is sought among the rows of all ranks or, with `group`, in the
+    row's group of `group` consecutive rows; the last group includes the remainder. The authors search among the images
+    of one GPU or of a few; here the result is the same for any number of ranks."""
     x = F.normalize(x, dim=1, eps=EPS)
     others = dist.gather_with_grad(x, rows)
     own = torch.arange(len(x), device=x.device).unsqueeze(1) + dist.offset(rows)

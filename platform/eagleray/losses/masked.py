@@ -1,9 +1,8 @@
-"""Masked image modelling: a student predicts what its teacher makes of patches that are hidden from the student.
+"""Masked image modelling: a student predicts its teacher's outputs for patches that are hidden from the student.
 
-iBOT (Zhou et al. 2022, arXiv:2111.07832) and DINOv2 (Oquab et al. 2023, arXiv:2304.07193). Blocks of patches are hidden
-as in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1). B images on this rank, V views of which the first two are
-masked, a grid of h x w = N patches, n hidden patches in all, D channels.
-"""
+This is part of iBOT (Zhou et al. 2022, arXiv:2111.07832), DINOv2 (Oquab et al. 2023, arXiv:2304.07193) and DINOv3.
+Blocks of patches are hidden as in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1). B images on this rank, V views
+of which the first two are masked, a grid of h x w = N patches, n hidden patches in all, D channels."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from eagleray.models.heads import PrototypeHead
 from eagleray.models.rotary import rotary
 from eagleray.models.tokens import Hidden, maskable
 
-TRIES, ASPECT = 10, 0.3  # most draws for a block, and its smallest aspect ratio, as in BEiT, iBOT's and DINOv2's code
+TRIES, ASPECT = 10, 0.3  # most draws until a block fits; its smallest aspect ratio (code of BEiT, iBOT and DINOv2)
 
 Shares = NDArray[np.float64]  # (2, images of all ranks) share of the patches of each large crop that are to be hidden
 
@@ -34,11 +33,11 @@ class Masks(NamedTuple):
 
     hidden: Tensor  # (2 * B, h, w) view-major, true for a hidden patch
     rows: Tensor  # (n,) indices of the hidden patches among all 2 * B * N
-    pairs: Match  # each hidden patch with itself; a mean over the patches of a crop, then over the 2 * B crops
+    pairs: Match  # matches each hidden patch with itself; weights for a mean over a crop's patches, then over crops
 
 
 def independent_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
-    """Draw iBOT's shares of hidden patches, for each crop alone: uniform in `bounds` with `probability`, else zero."""
+    """Draw iBOT's shares of hidden patches, one per crop: uniform in `bounds` with `probability`, otherwise zero."""
     draw = np.random.default_rng(seed).random((2, 2, images))
     return np.where(draw[0] < probability, bounds[0] + draw[1] * (bounds[1] - bounds[0]), 0.0)
 
@@ -46,10 +45,10 @@ def independent_shares(images: int, probability: float, bounds: tuple[float, flo
 def stratified_shares(
     images: int, probability: float, bounds: tuple[float, float], seed: int, *, upper: bool = False
 ) -> Shares:
-    """Draw DINOv2's shares of hidden patches: exactly the part `probability` of all crops has hidden patches.
+    """Draw DINOv2's shares of hidden patches, which are above zero for exactly the share `probability` of all crops.
 
-    The range `bounds` is divided into as many equal parts as there are such crops, and each of them gets a share drawn
-    from a part of its own; with `upper`, as in DINOv3, the upper end of the part."""
+    The range `bounds` is divided into one equal interval for each of these crops. The crop's share is drawn from its
+    interval or, with `upper`, as in DINOv3, is the upper end of the interval."""
     generator = np.random.default_rng(seed)
     order, masked = generator.permutation(2 * images), int(2 * images * probability)
     part = (order + (1 if upper else generator.random(2 * images))) / max(masked, 1)
@@ -68,9 +67,9 @@ def draw_masks(
 ) -> Masks:
     """Draw which patches of this rank's crops are hidden, in blocks of at least `smallest` patches.
 
-    Where the last blocks do not fit, fewer patches are hidden; with `exact`, single patches make up for them. A mask
-    follows from the seed and from the image's position in the batch of all ranks, so it is the same for any number of
-    ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device."""
+    If the last blocks do not fit, fewer patches are hidden than `shares` demand, unless `exact` adds single patches. A
+    mask depends only on the seed and the image's position in the batch of all ranks, so it is the same for any number
+    of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device."""
     first, patches = dist.offset(rows), grid[0] * grid[1]
     mine = shares[:, first : first + rows[dist.rank()]]
     hidden = np.stack(
@@ -84,7 +83,7 @@ def draw_masks(
 
 
 def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
-    """Return the Masks of hidden patches (2 * B, h, w), copied to a device without waiting for it."""
+    """Return the Masks of `hidden` (2 * B, h, w), true for hidden patches, on a device without waiting for the copy."""
     counts = hidden.sum((1, 2))
     weight = np.repeat(1 / np.maximum(counts, 1) / len(counts), counts).astype(np.float32)
     at, rows, weights = (_on_device(x, device) for x in (hidden, np.flatnonzero(hidden), weight))
@@ -94,8 +93,8 @@ def masks_of(hidden: NDArray[np.bool_], device: torch.device) -> Masks:
 def block_mask(
     random: Random, grid: tuple[int, int], patches: int, smallest: int, *, exact: bool = False
 ) -> NDArray[np.bool_]:
-    """Return a mask (h, w) that hides `patches` patches in blocks. Where the last blocks do not fit, it hides fewer;
-    with `exact`, single patches make up for them."""
+    """Return a mask (h, w) that hides `patches` patches in blocks. If the last blocks do not fit, it hides fewer
+    patches, unless `exact` adds single patches."""
     h, w = grid
     mask, left, tries = np.zeros(grid, bool), patches, 0
     while left > 0 and tries < TRIES:
@@ -150,7 +149,7 @@ class MaskedEncoder(Encoder[PrototypeHead]):
         return Scores(self.head(pooled), self.head.last.weight)
 
     def patch_scores(self, patches: Tensor) -> Scores:
-        """Return the prototype scores of patches (n, D), by the head for patches or, without one, by that of images."""
+        """Return the prototype scores of patches (n, D) from the patch head or, if there is none, the images' head."""
         head = self.patch_head or self.head
         return Scores(head(patches), head.last.weight)
 
@@ -160,9 +159,9 @@ class MaskedEncoder(Encoder[PrototypeHead]):
         return [self.head.last] if self.patch_head is None else [self.head.last, self.patch_head.last]
 
     def check_views(self, views: Sequence[Tensor], bounds: tuple[float, float]) -> None:
-        """Raises UserError when the two large crops differ in size, or the bounds of the mask ratio are wrong.
+        """Raises UserError when the two large crops differ in size, or the `bounds` of the mask ratio are wrong.
 
-        They are wrong if the first is above the second, or the second hides not even one patch of a large crop."""
+        Bounds are wrong if the first is above the second, or if the second is too small to hide a single patch."""
         check_large_crops(views)
         if bounds[0] > bounds[1]:
             raise UserError(f"method.mask_ratio={list(bounds)}: expected the smaller number first")

@@ -1,8 +1,8 @@
-"""SelfPatch's loss: a patch of the student predicts the teacher's output for the patches around it.
+"""SelfPatch's loss: a patch of the student predicts the teacher's output for the patches around it (Yun et al. 2022,
+arXiv:2206.07990).
 
-Yun et al. 2022, arXiv:2206.07990. B images, V views, N patches, D channels of the backbone, d of a bottleneck, K
-prototypes. A part is V' consecutive views of one size, which pass through the backbone together.
-"""
+B images, V views, N patches, D channels of the backbone, d of a bottleneck, K prototypes. A part is V' consecutive
+views of one size, which pass through the backbone together."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -28,8 +28,7 @@ class PatchEncoder(Encoder[Head]):
     def features(self, views: Sequence[Tensor]) -> list[Features]:
         """Run the backbone on V views (B, 3, S, S) and return the features of each part, view-major.
 
-        Consecutive views of one size form a part. The first two views, the large crops, never share a part with
-        others."""
+        Consecutive views of one size form a part. The first two views, the large crops, share no part with others."""
         parts = groupby(enumerate(views), key=lambda view: (view[0] < 2, view[1].shape))
         return self.backbone.sizes([torch.cat([x for _, x in part]) for _, part in parts])
 
@@ -43,7 +42,8 @@ class PatchEncoder(Encoder[Head]):
         return [self.patch_head(self.backbone.aggregation.norm(f.patches)) for f in features]
 
     def targets(self, features: Sequence[Features], k: int, *, wrap: bool) -> list[Tensor]:
-        """Return the patch head's output (V' * B, N, d) for the k most similar neighbours of each patch, aggregated."""
+        """Return the patch head's output (V' * B, N, d) of each part, for an aggregate of each patch's k most similar
+        neighbours."""
         aggregate = self.backbone.aggregation.aggregate_neighbours
         return [self.patch_head(aggregate(f.patches, f.grid, k, wrap=wrap)) for f in features]
 

@@ -1,4 +1,4 @@
-"""Coordinates of the patches of crops in their images. B images, V views, N = h * w patches."""
+"""Coordinates of a crop's patches in the uncropped image. B images, V views, N = h * w patches."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from eagleray.losses.prototypes import Match
 def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the coordinates x, y (B, N, 2) of the centres of patches, and the diagonal (B,) of a patch.
 
-    The views have a grid (h, w) of patches and these boxes (B, 4) in the image; a flipped view has a negative width."""
+    Each view has a `grid` (h, w) of patches. Its row of `boxes` (B, 4) is left, top, right and bottom in the image; in
+    a flipped view, left is greater than right."""
     (h, w), (left, top, right, bottom) = grid, boxes.unbind(1)
     width, height = (right - left) / w, (bottom - top) / h
     x = left[:, None] + width[:, None] * (torch.arange(w, device=boxes.device) + 0.5)  # (B, w)
@@ -24,9 +25,9 @@ def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 def right_share(pairs: Match, boxes: Tensor, s: Sequence[Tensor], t: Sequence[Tensor]) -> Tensor:
     """Return the share of matched student tokens whose teacher token is the one with the nearest centre in the image.
 
-    The tokens of student views s[v] (B, N_v, D) and teacher views t[q] (B, M, D), on square grids in boxes (V, B, 4),
-    are matched by `pairs`. Only the first student views, which the teacher sees too, count, and of them only tokens
-    whose centre lies inside the teacher's view: others have no right match."""
+    `pairs` matches tokens of student views s[v] (B, N_v, D) with tokens of teacher views t[q] (B, M, D). Grids are
+    square, and `boxes` are (V, B, 4). Only the first student views, which the teacher sees too, count, and in them only
+    tokens whose centre lies inside the teacher's view, as other tokens have no right match."""
     (images, tokens, _), device = t[0].shape, t[0].device
     first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) first row of each image within a view
     there = [centres(boxes[q], _square(y))[0] for q, y in enumerate(t)]  # Q x (B, M, 2)

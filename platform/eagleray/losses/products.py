@@ -1,9 +1,8 @@
 """Similarities of vectors in float32, for softmaxes with a low temperature.
 
-Autocast rounds a product of matrices to 16 bits. Near 1 bfloat16 has steps of 1/256, and an error of half a step in s
-changes exp(s / 0.05) by 4 %. The vectors may be rounded, since their errors average out; the sums of their products may
-not. For float32 and float64 every function here equals the PyTorch operation that its docstring names.
-"""
+Autocast rounds a product of matrices to 16 bits. Near 1 bfloat16 has steps of 1/256, and half a step of error in a
+cosine s changes exp(s / 0.05) by 4 %. The vectors may be rounded, since their errors average out; the sums of their
+products may not. For float32 and float64 every function here equals the PyTorch operation that its docstring names."""
 
 from typing import Any
 
@@ -35,7 +34,7 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Inner(torch.autograd.Function):
-    """Products of vectors rounded to `dtype`, with sums in float32; so are the products for their gradients."""
+    """The product x @ y.T, with factors rounded to `dtype` and sums in float32, also in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +57,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product a b of matrices of one dtype, accumulated and returned in float32 at least."""
     if _sums_in_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
-    # Otherwise PyTorch would round sums to 16 bits, a CPU even partial ones. Products of 16-bit numbers fit float32.
+    # `@` on 16-bit matrices rounds sums to 16 bits, on a CPU also partial sums. In float32 their products are exact.
     return widen(a) @ widen(b)
 
 
@@ -76,7 +75,7 @@ def _sums_in_float32(a: Tensor) -> bool:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return a 16-bit tensor in float32, and every other as it is."""
+    """Return a 16-bit tensor converted to float32, and any other tensor unchanged."""
     return x.to(sum_dtype(x))
 
 

@@ -5,14 +5,13 @@ arXiv:2106.09785, equation 2), of SelfPatch and of SwAV. n rows, K prototypes, d
 
 Rows are unit bottleneck vectors z (n, d), scores are z W^T with the prototypes W (K, d), and K is far larger than d. A
 student row is matched with at most Q teacher rows, and has one weight. For student row i with weight r_i and a_i
-matched teacher rows j, which have probabilities p_j,
+matched teacher rows j, which have probabilities p_j (H is the cross-entropy, lse the logsumexp),
 
     sum_i r_i sum_j H(p_j, softmax(W z_i / tau)) = sum_i r_i a_i lse(W z_i / tau) - sum_j (W^T p_j) . y_j,
     y_j = sum of r_i z_i / tau over the student rows i matched with j,
 
 so the scores of teacher and student rows are never needed together. A few rows of either are processed at a time: their
-softmax serves the loss and both gradients, and is then dropped.
-"""
+softmax serves the loss and both gradients, and is then dropped."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,13 +27,14 @@ from eagleray.losses.entropy import entropy, usage
 from eagleray.losses.products import add_product, product, sum_dtype
 from eagleray.losses.softmax import softmax
 
-CPU_CHUNK, CHUNK = 2**24, 2**26  # float32 scores in memory at once: 64 MiB, on accelerators 256; fewer are slower
+# Most scores in memory at once: 64 MiB in float32 on a CPU, 256 MiB on accelerators. Smaller chunks are slower.
+CPU_CHUNK, CHUNK = 2**24, 2**26
 CACHE_SCORES = 2**19  # scores whose softmax a CPU computes at a time: 2 MiB in float32, which fit its cache
 STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
 
 
 class Scores(NamedTuple):
-    """The scores z W^T of n rows, kept as their two factors: all n x K of them would not fit in memory."""
+    """The scores z W^T of n rows, kept as two factors, because all n x K scores would not fit in memory."""
 
     z: Tensor  # (n, d) unit bottleneck vectors, view-major, then image, then token
     w: Tensor  # (K, d) prototypes
@@ -44,14 +44,14 @@ class Match(NamedTuple):
     """The teacher rows that each of n student rows is compared with, and its weight in the loss."""
 
     teacher: Tensor  # (n, Q) indices of teacher rows, -1 for none
-    weight: Tensor  # (n,)
+    weight: Tensor  # (n,) weight of each student row in the loss
 
 
 def match_views(t: Scores, s: Scores, images: int) -> Match:
     """Match each row of the student, an image of a view, with the same image in every other view of the teacher.
 
-    Rows are view-major, and the teacher's views are the student's first. The weights make the loss a mean over images
-    and pairs of views."""
+    Rows are view-major, with `images` rows per view. The teacher's views are the first of the student's views. The
+    weights make the loss a mean over images and pairs of views."""
     views, device = (len(s.z) // images, len(t.z) // images), s.z.device
     v, q = (torch.arange(n, device=device) for n in views)
     rows = images * q + torch.arange(images, device=device).unsqueeze(1)  # (B, Q)
@@ -61,16 +61,17 @@ def match_views(t: Scores, s: Scores, images: int) -> Match:
 
 
 def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
-    """Match every token of a student view with the most similar token of the same image in each other teacher view.
+    """Match every student token with the most similar token of the same image in each teacher view but its own.
 
-    Similarity is the cosine. Views are s[v] (B, N_v, D) and t[q] (B, M, D); the first views of both are the same. Rows
-    are view-major, then image, then token. The weights make the loss a mean over tokens, images and pairs of views."""
+    Similarity is the cosine. Student views are s[v] (B, N_v, D); teacher views t[q] (B, M, D) are the first of them.
+    Rows are ordered by view, then image, then token. The weights make the loss a mean over tokens, images and pairs of
+    views."""
     (images, tokens, _), device = t[0].shape, t[0].device
     unit = [_unit(x) for x in t]
     first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) first row of each image within a view
     teacher, weight = [], []
     for v, x in enumerate(s):
-        with torch.autocast(device.type, enabled=False):  # similarities of neighbours differ by less than 16 bits show
+        with torch.autocast(device.type, enabled=False):  # neighbours' similarities may be equal in 16 bits
             nearest = [(_unit(x) @ y.mT).argmax(-1) for y in unit]  # Q x (B, N_v)
         rows = [token + first + q * images * tokens for q, token in enumerate(nearest)]
         teacher.append(torch.stack([r if v != q else torch.full_like(r, -1) for q, r in enumerate(rows)], -1))
@@ -80,17 +81,17 @@ def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
 
 
 def check_large_crops(views: Sequence[Tensor]) -> None:
-    """Raises UserError unless the first two views (B, 3, S, S), a teacher's, have one size, as `match` expects."""
+    """Raises UserError unless the first two views (B, 3, S, S), which a teacher sees, are of one size for `match`."""
     sizes = [x.shape[3] for x in views[:2]]
     if sizes[0] != sizes[1]:
         raise UserError(f"views: the first two, the large crops, are of {sizes} pixels; expected one size")
 
 
 def probabilities(z: Tensor, w: Tensor, center: Tensor, tau: float) -> Tensor:
-    """Return the teacher's p = softmax((z W^T - c) / tau), (n, K), for a few rows.
+    """Return the teacher's p = softmax((z w^T - center) / tau), (n, K), for a few rows z (n, d).
 
-    SwAV's assignments have this form too. There tau is Sinkhorn's epsilon, and exp(-c / tau) is the factor by which its
-    iterations scale the column of each prototype."""
+    SwAV's assignments have this form too. There tau is Sinkhorn's epsilon, and exp(-center / tau) is the factor by
+    which its iterations scale the column of each prototype."""
     dtype = product_dtype(z)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         x = product((z.detach().to(sum_dtype(z)) / tau).to(dtype), w.detach().to(dtype).T)
@@ -152,11 +153,11 @@ def cross_entropy(
     tau_s: float,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the weighted sum of H(p, softmax(s W_s^T / tau_s)) over student rows s (n, d) and their teacher rows.
+    """Return the weighted sum of H(p, softmax(s w_s^T / tau_s)) over student rows s (n, d) and their teacher rows.
 
-    p are the probabilities of the teacher rows t (m, d); prototypes are W (K, d), the centre is (K,). Only s and W_s
-    have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in float32.
-    `chunk` is the largest number of scores in memory at once."""
+    p are the probabilities of the teacher rows t (m, d). Prototypes w_t and w_s are (K, d), `center` is (K,). Only s
+    and w_s have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in
+    float32. `chunk` is the largest number of scores in memory at once."""
     dtype = product_dtype(s)
     # An accelerator writes a softmax in the dtype of products: in 16 bits, twice as many rows take the same memory.
     times = sum_dtype(s).itemsize // dtype.itemsize if devices.is_accelerator(s.device) else 1
@@ -212,8 +213,7 @@ class _CrossEntropy(torch.autograd.Function):
         for column in teacher.unbind(1):
             grad_z -= weight.unsqueeze(1) * means[column]
 
-        # The gradients are kept in float32: in float16 they would be zero until `backward` applies the scale of the
-        # loss.
+        # The gradients are kept in float32: in float16 they would underflow before `backward` applies the loss scale.
         ctx.save_for_backward(grad_z / tau_s, grad_w)
         ctx.dtypes = s.dtype, w_s.dtype
         # Each row is summed first, because one sum over all numbers would lose two digits.
@@ -232,7 +232,7 @@ def _unit(x: Tensor) -> Tensor:
 def _add_rows(out: Tensor, at: Tensor, x: Tensor) -> None:
     """Add x[i] to out[at[i]], in the same order every time.
 
-    On an accelerator index_add_ has no fixed order, on a CPU index_put_ has none."""
+    index_add_ has no fixed order on an accelerator, index_put_ has none on a CPU."""
     if devices.is_accelerator(out.device):
         out.index_put_((at,), x, accumulate=True)
     else:

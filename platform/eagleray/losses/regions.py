@@ -1,8 +1,7 @@
 """EsViT's loss of regions: tokens of one view matched with tokens of another (Li et al. 2022, arXiv:2106.09785).
 
 The loss is equation 2 of the paper; its variants are those of section 4.3. B images, V views of N_v tokens, D channels
-of the backbone, n rows of tokens, K prototypes, d channels of the bottleneck, Q views of the teacher.
-"""
+of the backbone, n rows of tokens, K prototypes, d channels of the bottleneck, Q views of the teacher."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -29,14 +28,14 @@ class Regions(NamedTuple):
 
 
 def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:
-    """Run the head once on the tokens of all views, V x (B, N_v, D)."""
+    """Return the Regions of `features`, V x (B, N_v, D), whose tokens pass through the head all at once."""
     return Regions(features, Scores(head(torch.cat([x.flatten(0, 1) for x in features])), head.last.weight))
 
 
 def sample_tokens(x: Tensor, tokens: int | None, generator: torch.Generator) -> Tensor:
     """Return `tokens` tokens of x (B, N, D), at the same positions in every image, drawn uniformly without replacement.
 
-    All N tokens are returned when there are no more, or when `tokens` is None."""
+    All N tokens are returned when N is at most `tokens`, or when `tokens` is None."""
     if tokens is None or x.shape[1] <= tokens:
         return x
     return x[:, torch.randperm(x.shape[1], generator=generator, device=x.device)[:tokens]]
@@ -45,16 +44,16 @@ def sample_tokens(x: Tensor, tokens: int | None, generator: torch.Generator) -> 
 def region_loss(
     kind: RegionLoss, t: Regions, s: Regions, pairs: Match, center: Tensor, tau_t: float, tau_s: float
 ) -> Tensor:
-    """Return the mean loss between student tokens i and teacher tokens j*: H(p_j*, p_i), or that of `squared_loss`."""
+    """Return the mean loss of matched tokens: cross-entropy `H` for the kind `softmax`, `squared_loss` for `mse`."""
     if kind == "mse":
         return squared_loss(t.scores, s.scores, pairs)
     return H(t.scores, s.scores, pairs, center, tau_t, tau_s)
 
 
 def squared_loss(t: Scores, s: Scores, pairs: Match) -> Tensor:
-    """Return the mean of |y_j* - y_i|^2, BYOL's distance, for scores y (K,) of matched tokens, scaled to unit length.
+    """Return BYOL's distance, the mean of |y_t - y_s|^2, for the scores y (K,) of matched tokens at unit length.
 
-    The scores are never computed: their products are products of z with W^T W (d, d)."""
+    The scores are never computed, as their products follow from z and W^T W (d, d)."""
     with torch.autocast(s.z.device.type, enabled=False):
         x, y = unit_scores(s.z, s.w), unit_scores(t.z, t.w).detach()
         return matched_distance(x @ (s.w.T @ t.w.detach()), y, pairs)

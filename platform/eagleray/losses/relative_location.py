@@ -1,8 +1,7 @@
 """DRLoc's loss: an MLP tells how far apart two tokens of an image are (Liu et al. 2021, arXiv:2106.03746).
 
-Where the text leaves a choice open, this follows the authors' code. B images, D channels, a grid of h x w tokens, N =
-h * w, m pairs of tokens per image, n pairs in all, C classes of offsets on an axis.
-"""
+Where the paper leaves a choice open, this follows the authors' code. B images, D channels, a grid of h x w tokens, N =
+h * w, m pairs of tokens per image, n pairs in all, C classes of offsets on an axis."""
 
 from typing import Literal
 
@@ -20,7 +19,8 @@ VARIANCE_WEIGHT = 1e-3  # the weight of the log-variance in L_reg; the paper doe
 # l1 predicts an offset as a number (the paper's L), ce as a class (L_ce), reg as the mean over classes, with its error
 # divided by their variance (L_reg). Offsets are absolute or, in signed modes, have a sign (L*).
 Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
-# raw: the offset in tokens, plus k - 1 if signed. normalised: raw scaled to 0 to 1. paper: offset / k.
+# On an axis of k tokens, raw is the offset in tokens, plus k - 1 if signed; normalised is raw divided by its largest
+# value; paper is the offset divided by k.
 Targets = Literal["raw", "normalised", "paper"]
 
 Pool = Literal["3x3", "2x2"]  # window of an average pooling with a stride of two tokens
@@ -38,13 +38,13 @@ class Localiser(nn.Module):
         self.axes = nn.ModuleList(nn.Linear(HIDDEN, classes) for _ in range(2)) if classes else None
 
     def forward(self, pairs: Tensor) -> Tensor:
-        """Predict the offsets of pairs of tokens (n, 2 D)."""
+        """Predict the offsets of pairs of concatenated tokens (n, 2 D)."""
         out: Tensor = self.layers(pairs)
         return out if self.axes is None else torch.stack([axis(out) for axis in self.axes], 2)
 
 
 def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
-    """Average tokens (B, D, h, w) until one side of the grid is shorter than 2 k."""
+    """Halve a grid of tokens (B, D, h, w) by average pooling until one of its sides is shorter than 2 k."""
     while min(grid.shape[2:]) >= 2 * k:
         wide = pool == "3x3"
         grid = F.avg_pool2d(grid, 3, 2, 1, count_include_pad=False) if wide else F.avg_pool2d(grid, 2)
@@ -52,7 +52,7 @@ def pool_grid(grid: Tensor, k: int, pool: Pool) -> Tensor:
 
 
 def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Pairs:
-    """Draw m pairs of n tokens for each image, with replacement: a token may be its own partner."""
+    """Draw m pairs among each image's n tokens, with replacement: a token may be its own partner."""
     first, second = torch.randint(n, (2, views, sum(rows), m), generator=step_generator(seed, device), device=device)
     return local_rows(first, rows), local_rows(second, rows)
 
@@ -60,7 +60,7 @@ def random_pairs(n: int, m: int, views: int, rows: tuple[int, ...], seed: int, d
 def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Pairs:
     """Pair each of n tokens with one partner.
 
-    The partners are a permutation of the tokens, as in the authors' code; the paper draws each independently."""
+    The partners are a permutation of the tokens, as in the authors' code; the paper draws partners independently."""
     second = local_rows(
         torch.rand(views, sum(rows), n, generator=step_generator(seed, device), device=device).argsort(2), rows
     )
@@ -68,15 +68,15 @@ def exhaustive_pairs(n: int, views: int, rows: tuple[int, ...], seed: int, devic
 
 
 def local_rows(drawn: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return this rank's rows (V * B, m), view-major, of numbers drawn for all ranks (V, sum of rows, m)."""
+    """Return this rank's part (V * B, m), view-major, of `drawn` (V, sum of rows, m), which is for all ranks."""
     return drawn[:, dist.offset(rows) :][:, : rows[dist.rank()]].flatten(0, 1)
 
 
 def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, targets: Targets = "raw") -> Tensor:
     """Return the mean loss over pairs of tokens of a grid (B, D, h, w).
 
-    In the modes `l1` and `l1_signed` the losses of the two axes are averaged, in other modes they are added. Only these
-    two modes use `targets`."""
+    The losses of the two axes are averaged in the modes `l1` and `l1_signed`, which alone use `targets`, and added in
+    the other modes."""
     h, w = grid.shape[2:]
     tokens = grid.flatten(2).mT  # (B, N, D)
     image = torch.arange(len(tokens), device=grid.device).unsqueeze(1)
@@ -93,7 +93,7 @@ def drloc_loss(localiser: Localiser, grid: Tensor, pairs: Pairs, *, mode: Mode, 
 
 
 def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
-    """Return the targets of offsets d (n,) on an axis of k tokens."""
+    """Return what a localiser should predict for offsets d (n,), in tokens, on an axis of k tokens."""
     if targets == "paper":
         return (d if signed else d.abs()) / k
     t = d + (k - 1) if signed else d.abs()
@@ -106,7 +106,9 @@ def axis_tokens(f: Tensor, signed: str) -> int:
 
 
 def regression_loss(f: Tensor, c: Tensor) -> Tensor:
-    """Return L_reg, the mean of (c - mu)^2 / sigma^2 + 2 alpha log sigma, for scores (n, C, 2) and classes (n, 2)."""
+    """Return L_reg, the mean of (c - mu)^2 / sigma^2 + 2 alpha log sigma, for scores f (n, C, 2) and classes c (n, 2).
+
+    mu and sigma^2 are the mean and the variance of a class under softmax(f); alpha is VARIANCE_WEIGHT."""
     p = f.softmax(1)
     each = torch.arange(f.shape[1], device=f.device).view(1, -1, 1)
     mean = (p * each).sum(1)

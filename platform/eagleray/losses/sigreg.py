@@ -1,8 +1,7 @@
-"""SIGReg pulls the distribution of embeddings towards an isotropic Gaussian (Balestriero and LeCun 2025).
+"""SIGReg pulls the distribution of embeddings towards an isotropic Gaussian (Balestriero and LeCun 2025,
+arXiv:2511.08544, definition 2 and algorithm 1).
 
-arXiv:2511.08544, definition 2 and algorithm 1. V views, B images on this rank, N on all ranks, C channels, M
-directions.
-"""
+V views, B images on this rank, N on all ranks, C channels, M directions."""
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
 def sigreg(z: Tensor, a: Tensor, rows: tuple[int, ...], *, reach: float = 3.0) -> Tensor:
     """Return the mean over views and directions a (C, M) of the Epps-Pulley statistic of embeddings z (V, B, C).
 
-    It is computed over the N rows of all ranks, the same on every rank."""
+    It is computed over the N rows of all ranks, so it is the same on every rank."""
     return epps_pulley(z @ a.to(z.dtype), rows, reach=reach).mean()
 
 

@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp computes soft assignments that use every prototype equally (Cuturi 2013, arXiv:1306.0895; SwAV)."""
+"""Sinkhorn-Knopp computes soft assignments that use every prototype equally (SwAV; Cuturi 2013, arXiv:1306.0895)."""
 
 import math
 
@@ -13,8 +13,8 @@ from eagleray.losses.prototypes import Scores, score_chunks
 def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Return assignments q (B, K) of rows to K prototypes from scores (B, K); the rows of q sum to one.
 
-    Prototypes are balanced over the rows of all ranks, which may differ in number. A smaller `epsilon` makes
-    assignments sharper and needs more `iterations`."""
+    Prototypes are balanced over the rows of all ranks, which may have different numbers of rows. A smaller `epsilon`
+    makes assignments sharper and needs more `iterations`."""
     # Logarithms are used, because exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small.
     # Masses that are the same for all prototypes or all samples are left out: the next normalisation cancels them.
     log_q = scores.float() / epsilon
@@ -27,7 +27,7 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
 
 @torch.no_grad()
 def sinkhorn_center(t: Scores, epsilon: float, iterations: int) -> Tensor:
-    """Return the centre c (K,) for which softmax((t - c) / epsilon) are the assignments of `sinkhorn` for rows t.
+    """Return the centre c (K,) with which softmax((t - c) / epsilon) are the assignments of `sinkhorn` for scores t.
 
     Only a few rows of scores are in memory at once. Ranks may have different numbers of rows, or none."""
     u = torch.zeros(len(t.w), device=t.z.device)  # c / epsilon, changed until all prototypes have the same mass

@@ -5,8 +5,7 @@ write all scores. Here a tile of scores is computed where it is needed, once for
 probabilities (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867). That costs one more product, but
 writes only the probabilities, two bytes each. Where Triton is missing, PyTorch's own softmax reads scores from memory.
 
-R rows, K prototypes, d channels.
-"""
+R rows, K prototypes, d channels."""
 
 import functools
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ _LIBRARY.define("attend_prototypes(Tensor z, Tensor w, Tensor? c) -> (Tensor, Te
 
 
 def softmax(z: Tensor, w: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return softmax(z W^T - c) (R, K) in the dtype of z (R, d) and W (K, d), and its logsumexp (R,) in float32 at
+    """Return softmax(z w^T - c) (R, K) in the dtype of z (R, d) and w (K, d), and its logsumexp (R,) in float32 at
     least; c is (K,). No gradient passes.
 
-    To PyTorch this is one operation, so that a trace of a step counts its FLOPs as on a GPU."""
+    It is one operator of PyTorch, so that a step traced on any device has the same `flops` for it as on a GPU."""
     out: tuple[Tensor, Tensor] = torch.ops.eagleray.attend_prototypes(z, w, c)
     return out
 
@@ -52,12 +51,12 @@ _LIBRARY.impl("attend_prototypes", _shapes, "Meta")
 
 
 def flops(z: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the FLOPs of `softmax` for tensors of these shapes: it computes the scores twice."""
+    """Return the FLOPs of `softmax` for z and w of these shapes. It computes the scores twice."""
     return 4 * z[0] * w[0] * w[1]
 
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    """Return whether a device runs the kernels: a GPU of AMD, or NVIDIA's since Ampere, with Triton and a compiler."""
+    """Return whether a device runs the kernels: a GPU of AMD, or of NVIDIA since Ampere, with Triton and a compiler."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return fits and missing_compiler(device) is None

@@ -1,4 +1,4 @@
-"""Triton kernels of `softmax`, whose tiles of scores exist only in registers. Imported only where Triton is."""
+"""Triton kernels of `softmax`, whose tiles of scores exist only in registers. Imported only if Triton is installed."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def tile(
     n: tl.tensor, k: tl.tensor, d: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, SHIFTED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the scores (ROWS, COLUMNS) of some rows and prototypes, -inf beyond the last prototype."""
+    """Return the scores (ROWS, COLUMNS) of z's `rows` for the prototypes `columns`, -inf beyond the last prototype."""
     scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, d, CHANNELS):
         at = first + tl.arange(0, CHANNELS)
@@ -55,7 +55,7 @@ def sum_exponents(
     z: tl.tensor, w: tl.tensor, shift: tl.tensor, parts: tl.tensor, n: tl.tensor, k: tl.tensor, d: tl.tensor,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, SHIFTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write into `parts` (n, spans) the logsumexp of the scores of some rows over one span of prototypes."""
+    """Write into `parts` (n, spans) the logsumexp of ROWS rows' scores over SPAN prototypes; one program per span."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -74,7 +74,7 @@ def write_shares(
     n: tl.tensor, k: tl.tensor, d: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, SHIFTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the probabilities of some rows and prototypes into p (n, k)."""
+    """Write one tile of probabilities, of ROWS rows and COLUMNS prototypes, into p (n, k)."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = tile(z, w, shift, rows, columns, n, k, d, ROWS, COLUMNS, CHANNELS, SHIFTED)

@@ -1,7 +1,7 @@
-"""Barlow Twins drives the cross-correlation of two views' channels towards the identity (Zbontar et al. 2021).
+"""Barlow Twins drives the cross-correlation of two views' channels towards the identity matrix (Zbontar et al. 2021,
+arXiv:2103.03230, algorithm 1).
 
-arXiv:2103.03230, algorithm 1. B images on this rank, N on all ranks, C channels.
-"""
+B images on this rank, N on all ranks, C channels."""
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -28,7 +28,7 @@ class BarlowTwins(Method):
         *,
         dim: PositiveInt = 8192,
         hidden: PositiveInt = 8192,
-        off_diagonal: PositiveFloat = 0.0051,  # lambda of the authors' code; the paper rounds it to 0.005
+        off_diagonal: PositiveFloat = 0.0051,  # weight lambda, as in the authors' code; the paper rounds it to 0.005
     ) -> None:
         super().__init__()
         self.off_diagonal = off_diagonal
@@ -46,8 +46,7 @@ class BarlowTwins(Method):
 def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: float = 1e-5) -> Tensor:
     """Return equation 1 for projections (B, C): the loss over the N rows of all ranks, the same on every rank.
 
-    `eps` is added to the variances.
-    """
+    `lambd` weights the off-diagonal terms, and `eps` is added to the variances."""
     n = sum(rows)
     z1, z2 = standardise(z1, n, eps), standardise(z2, n, eps)
     c = dist.total_of_same_loss(z1.T @ z2, rows) / n  # (C, C)

@@ -1,7 +1,7 @@
-"""BYOL predicts a momentum encoder's projection of the other view, without negatives (Grill et al. 2020).
+"""BYOL predicts a momentum encoder's projection of the other view, without negatives (Grill et al. 2020,
+arXiv:2006.07733, algorithm 1).
 
-arXiv:2006.07733, algorithm 1. B images, C channels.
-"""
+B images, C channels."""
 
 import torch
 from pydantic import PositiveInt
@@ -18,9 +18,9 @@ from eagleray.models.heads import mlp
 
 
 class BYOL(Method):
-    """From each view, the online network predicts its momentum copy's projection of another one of the first two views.
+    """From a view, the online network predicts its momentum copy's projections of the other views among the first two.
 
-    Only the online network sees the views beside these two, such as small crops."""
+    Only the online network sees further views, such as small crops."""
 
     views = (2, 100)
     pooled_only = True
@@ -47,7 +47,7 @@ class BYOL(Method):
         with torch.no_grad():
             z = self.target.each(batch.views[:2])  # 2 x (B, C)
         pairs = [distance(pv, zi) for v, pv in enumerate(p) for i, zi in enumerate(z) if i != v]
-        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # two views are compared in both directions
+        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # of two views, the sum of both directions
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))
@@ -57,5 +57,5 @@ class BYOL(Method):
 
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
-    """Return equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
+    """Return equation 2: the mean squared distance of predictions p and targets z (B, C), each scaled to length one."""
     return 2 - 2 * cosine(p, z.detach()).mean()

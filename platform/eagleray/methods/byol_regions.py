@@ -1,8 +1,7 @@
-"""BYOL with the region loss of EsViT learns from pooled vectors and from matched tokens (Li et al. 2022).
+"""BYOL with the region loss of EsViT learns from pooled vectors and from matched tokens (Li et al. 2022,
+arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020, arXiv:2006.07733, algorithm 1).
 
-arXiv:2106.09785, section 4.3; BYOL: Grill et al. 2020, arXiv:2006.07733, algorithm 1. B images, C channels of the
-projection, K prototypes.
-"""
+B images, N tokens of D channels, C channels of the projection, K prototypes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +26,9 @@ from eagleray.models.heads import PrototypeHead, drop_gradients, mlp
 class BYOLRegions(Method):
     """BYOL on the pooled vectors of two views, with a region loss on their tokens.
 
-    With `region_loss=softmax`, it is EsViT's, with its head, centre and frozen last layer. With `mse`, tokens have a
-    projector and a predictor as views have in BYOL. The paper does not say so, but without a predictor one vector for
-    all tokens would be the best solution."""
+    With `region_loss=softmax`, the region loss is EsViT's, with EsViT's head, centre and frozen last layer. With `mse`,
+    tokens have a projector and a predictor, as pooled vectors have in BYOL. The paper does not say so, but without a
+    predictor the loss would be smallest if all tokens had the same vector."""
 
     views = (2, 2)
     region_center: Tensor  # (K,)
@@ -47,7 +46,7 @@ class BYOLRegions(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
         region_weight: NonNegativeFloat = 1.0,  # 0: BYOL alone
         region_loss: RegionLoss = "softmax",
     ) -> None:
@@ -79,7 +78,8 @@ class BYOLRegions(Method):
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
 
     def assigned(self, s: list[Tensor], t: list[Tensor], rows: Sequence[int], at: Progress) -> Tensor:
-        """Return EsViT's region loss for the tokens of two views, 2 x (B, N, D), and update its centre."""
+        """Return EsViT's region loss for the student's and the teacher's tokens of two views, 2 x (B, N, D) each, and
+        update the loss's centre."""
         student = project_regions(s, self.online.region_head)
         with torch.no_grad():
             teacher = project_regions(t, self.target.region_head)
@@ -89,7 +89,8 @@ class BYOLRegions(Method):
         return l_r
 
     def predicted(self, s: list[Tensor], t: list[Tensor]) -> Tensor:
-        """Return BYOL's distance between tokens of two views, 2 x (B, N, D), and their matches in the other view."""
+        """Return BYOL's distance between student tokens s and the teacher tokens t that match them in the other view,
+        2 x (B, N, D) each."""
         p = torch.cat([self.region_predictor(self.online.region_head(x.flatten(0, 1))) for x in s])
         with torch.no_grad():
             z = torch.cat([self.target.region_head(x.flatten(0, 1)) for x in t])
@@ -119,5 +120,5 @@ class _Encoder(Encoder[nn.Sequential]):
 
 
 def distance(p: Tensor, z: Tensor) -> Tensor:
-    """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to unit length."""
+    """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to length one."""
     return 2 - 2 * cosine(p, z).mean()

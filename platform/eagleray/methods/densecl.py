@@ -1,7 +1,7 @@
-"""DenseCL contrasts every patch with its most similar patch in the other view (Wang et al. 2020).
+"""DenseCL contrasts every patch with its most similar patch in the other view (Wang et al. 2020, arXiv:2011.09157,
+equations 2 to 4).
 
-arXiv:2011.09157, equations 2 to 4. B images, N patches, D channels of the backbone, C channels of a key.
-"""
+B images, N patches, D channels of the backbone, C channels of a key."""
 
 import math
 
@@ -38,7 +38,7 @@ class DenseCL(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         dense_weight: Share = 0.5,  # weight of the patches' loss; the pooled vectors' loss has the rest
-        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images normalised together by batch norm (paper: a GPU's); None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.norm_group = temperature, momentum, norm_group
@@ -82,6 +82,7 @@ class _Encoder(Encoder[nn.Sequential]):
 
 def match_keys(t: Tensor, f: Tensor, g: Tensor) -> Tensor:
     """Return, for every patch of f (B, N, D), the key in t (B, N, C) of the most similar patch of g (B, N, D)."""
-    # Sorting by distance equals sorting by cosine, but autocast leaves distances in float32: neighbours differ little.
+    # The nearest unit vector has the largest cosine. Distances are used, as autocast keeps them in float32, while it
+    # would round cosines to 16 bits, in which neighbours hardly differ.
     nearest = torch.cdist(unit(f), unit(g)).argmin(2, keepdim=True)  # (B, N, 1)
     return t.take_along_dim(nearest, 1)

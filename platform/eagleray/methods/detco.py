@@ -1,7 +1,7 @@
-"""DetCo contrasts images, sets of their patches, and both with each other at every stage of a CNN (Xie et al. 2021).
+"""DetCo contrasts images, sets of their patches, and both with each other at every stage of a CNN (Xie et al. 2021,
+arXiv:2102.04803, equations 1 to 5).
 
-arXiv:2102.04803, equations 1 to 5. B images, S stages of D channels each, patches of s x s pixels, C channels of a key.
-"""
+B images, S stages of D channels each, patches of s x s pixels, C channels of a key."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from eagleray.models.stages import convolutional, stages
 
 
 class DetCo(Method):
-    """MoCo v2 at every stage, of two views and of two more that are cut into the patches of a jigsaw puzzle."""
+    """MoCo v2 at every stage, on two whole views and on two views that are cut into the patches of a jigsaw puzzle."""
 
     views = (4, 4)
     queues: list[Queue]
@@ -42,7 +42,7 @@ class DetCo(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images normalised together by batch norm (paper: a GPU's); None: all
     ) -> None:
         super().__init__()
         name = type(backbone.model).__name__
@@ -85,8 +85,8 @@ class DetCo(Method):
         return {"loss": loss, "gain": math.log(candidates) - loss / (3 * sum(self.weights))}
 
     def contrast(self, q: Tensor, k: Tensor, queue: Queue) -> Tensor:
-        """Return equation 2: the contrastive loss of queries (B, C) with their keys (B, C), and a queue's as
-        negatives."""
+        """Return equation 2: the contrastive loss of queries q (B, C) with their keys k (B, C) and, as negatives, the
+        keys of a queue."""
         return infonce(logits(q, k, queue.keys, self.temperature))
 
     def keys(self, x: Tensor, p: Tensor, batch: Batch, at: Progress) -> Tensor:

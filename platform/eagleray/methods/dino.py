@@ -1,7 +1,7 @@
-"""DINO trains a student to predict the prototypes that its moving average assigns to other views (Caron et al. 2021).
+"""DINO trains a student to predict the prototypes that its moving average assigns to other views (Caron et al. 2021,
+arXiv:2104.14294, algorithm 1).
 
-arXiv:2104.14294, algorithm 1. B images, V views, K prototypes, d channels of the bottleneck.
-"""
+B images, V views, K prototypes, d channels of the bottleneck."""
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -37,7 +37,7 @@ class DINO(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.student_temp, self.teacher_temp = student_temp, teacher_temp
@@ -54,8 +54,8 @@ class DINO(Method):
         pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
         loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
         stats = assignment_stats(t, self.center, tau_t)
-        # The loss above uses the centre of the previous steps. As in the paper, the mean is over the images of all
-        # ranks.
+        # The loss above uses the centre of the previous steps, so the centre is updated after it. As in the paper, its
+        # mean is over the images of all ranks.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, **stats}
 

@@ -1,8 +1,8 @@
-"""DINOv2 joins the losses of DINO and iBOT, balances their targets and spreads features apart (Oquab et al. 2023).
+"""DINOv2 joins the losses of DINO and iBOT, balances their targets and spreads features apart (Oquab et al. 2023,
+arXiv:2304.07193, section 4).
 
-arXiv:2304.07193, section 4. Where its text leaves a choice open, this follows the authors' code. B images, V views, N
-patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels.
-"""
+Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches of a large crop, n
+hidden patches, K prototypes of images, P of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,11 +25,11 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
-ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches of a block, as in the authors' code
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp; fewest patches of a hidden block (both: authors' code)
 
 
 class DINOv2(Method):
-    """The student sees all views, the first two with hidden patches; the teacher sees the first two whole."""
+    """The student sees all views, the first two with hidden patches; the teacher sees these two with all patches."""
 
     views = (2, 100)
     center: Tensor  # (K,)
@@ -53,7 +53,7 @@ class DINOv2(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True),
         momentum: Schedule = Schedule(value=0.994, end=1.0),
         center_momentum: Share = 0.9,  # used with centering=mean
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.mask_probability, self.mask_ratio, self.centering = mask_probability, mask_ratio, centering
@@ -94,13 +94,13 @@ class DINOv2(Method):
         return {"loss": loss, "view": dino, "patch": ibot, "koleo": koleo, **stats}
 
     def centers(self, t: Scores, t_patches: Scores, tau: float) -> tuple[Tensor, Tensor]:
-        """Return the centres (K,) and (P,) of the teacher's scores."""
+        """Return the centres (K,) and (P,) of the teacher's scores of images and of hidden patches."""
         if self.centering == "mean":
             return self.center, self.patch_center
         return sinkhorn_center(t, tau, ITERATIONS), sinkhorn_center(t_patches, tau, ITERATIONS)
 
     def update_centers(self, t: Scores, t_patches: Scores, rows: tuple[int, ...]) -> None:
-        """Move both centres towards mean scores of all ranks: those of images, and those of hidden patches."""
+        """Move the two centres towards the mean scores, over all ranks, of images and of hidden patches."""
         update_center(self.center, t, rows, self.center_momentum)
         n = dist.total(t_patches.z.new_full((), len(t_patches.z), dtype=torch.float32)).clamp(min=1)
         self.patch_center.lerp_(mean_scores(t_patches.z, t_patches.w, n), 1 - self.center_momentum)

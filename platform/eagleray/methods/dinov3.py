@@ -1,9 +1,8 @@
-"""DINOv3 trains as DINOv2 and later anchors the similarities of patches to an earlier teacher (Siméoni et al. 2025).
+"""DINOv3 trains as DINOv2 and later anchors the similarities of patches to an earlier teacher (Siméoni et al. 2025,
+arXiv:2508.10104, sections 3.2, 4.2 and 5.1).
 
-arXiv:2508.10104, sections 3.2, 4.2 and 5.1. Where its text leaves a choice open, this follows the authors' code. B
-images, V views without those of the Gram teacher, N patches of a large crop, n hidden patches, K prototypes of images,
-P of patches, D channels.
-"""
+Where the paper leaves a choice open, this follows the authors' code. B images, V views beside those of the Gram
+teacher, N patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,13 +26,13 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update, sharing_copy
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
-ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and the fewest patches of a block, as in the authors' code
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp; fewest patches of a hidden block (both: authors' code)
 
 
 class DINOv3(Method):
-    """The student sees the large crops with hidden patches and the small crops, the teacher the large crops whole.
+    """The student sees the small crops and, with hidden patches, the large ones; the teacher sees the large crops.
 
-    The Gram teacher sees the large crops, also in more pixels."""
+    The Gram teacher sees the large crops too, or views of the same crops at another resolution."""
 
     views = (2, 100)
 
@@ -54,9 +53,9 @@ class DINOv3(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=100),
         momentum: Schedule = Schedule(value=0.994),
-        freeze_last: float = 5.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 5.0,  # number of first epochs in which the prototypes are not trained
         gram_start: NonNegativeFloat | None = None,  # epoch from which patches are anchored; None: never
-        # The teacher after so many epochs is the first Gram teacher; None: gram_start
+        # Number of epochs after which the teacher becomes the first Gram teacher; None: gram_start
         gram_teacher: NonNegativeFloat | None = None,
         gram_every: PositiveFloat = 10.0,  # epochs between Gram teachers, from gram_start on
         gram_refreshes: NonNegativeInt = 3,  # number of times that the teacher replaces the Gram teacher
@@ -142,7 +141,8 @@ class DINOv3(Method):
         return self.gram_start is not None and at.step >= round(self.gram_start * at.steps_per_epoch)
 
     def gram_of(self, patches: Tensor, views: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
-        """Return the Gram loss of the student's patches (2 * B, N, D), hidden ones included, on a grid (h, w)."""
+        """Return the Gram loss between the student's `patches` (2 * B, N, D), hidden patches included, and the Gram
+        teacher's patches of `views`, resampled to the student's `grid` (h, w)."""
         assert self.gram is not None
         with torch.no_grad():
             seen = self.gram.each(views)

@@ -1,7 +1,7 @@
-"""Distillation teaches a backbone a frozen teacher's features of the image and of each patch (Ranzinger et al. 2024).
+"""Distillation teaches a backbone a frozen teacher's features of the image and of each patch (Ranzinger et al. 2024,
+arXiv:2312.06709, AM-RADIO, with one teacher).
 
-arXiv:2312.06709 (AM-RADIO) with one teacher. B images, V views, D channels of the student, T of the teacher.
-"""
+B images, V views, D channels of the student, T of the teacher."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,10 +21,10 @@ from eagleray.models.network import Network
 
 
 class Distill(Method):
-    """The student sees the teacher's images, and predicts its pooled vector and its patches with one head for each."""
+    """The student sees the teacher's images, and predicts the teacher's pooled vector and patches, with a head each."""
 
     views = (1, 100)
-    colours: Tensor  # (2, 3, 1, 1) factors and summands from our pixel mean and std to the teacher's
+    colours: Tensor  # (2, 3, 1, 1) factors and summands that turn pixels of our mean and std into the teacher's
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Distill(Method):
 
 
 def head(dim: int, hidden: int, out: int) -> nn.Sequential:
-    """Return the adaptor from the student's channels to the teacher's."""
+    """Return the adaptor, an MLP from the student's channels to the teacher's."""
     return nn.Sequential(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.GELU(), nn.Linear(hidden, out))
 
 
 def on_grid(features: Features, grid: tuple[int, int]) -> Tensor:
-    """Return the teacher's patches (B, N, T), resampled bilinearly if the student's patches have another grid."""
+    """Return the teacher's patches (B, N, T), resampled bilinearly if the student's `grid` is another one."""
     if features.grid == grid:
         return features.patches
     patches = features.patches.mT.unflatten(2, features.grid)

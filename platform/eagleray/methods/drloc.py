@@ -1,8 +1,8 @@
-"""DRLoc adds to supervised training the task of predicting the distance between two tokens (Liu et al. 2021).
+"""DRLoc adds to supervised training the task of predicting the distance between two tokens (Liu et al. 2021,
+arXiv:2106.03746, section 3).
 
-arXiv:2106.03746, section 3. The defaults are those of the authors' code; docs/decisions/0015-drloc-targets.md lists
-where their paper differs. B images, V views, D channels, a grid of h x w tokens, C classes.
-"""
+The defaults are those of the authors' code; docs/decisions/0015-drloc-targets.md lists where their paper differs. B
+images, V views, D channels, a grid of h x w tokens, C classes."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -31,7 +31,7 @@ from eagleray.models.stages import Parts
 
 
 class DRLoc(Classifier):
-    """The loss is the classifier's cross-entropy plus lambda times that of an MLP that localises pairs of tokens."""
+    """The loss is a classifier's cross-entropy plus lambda times the loss of an MLP that predicts offsets of tokens."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class DRLoc(Classifier):
         smoothing: Share = 0.1,
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
-        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
+        ema: Share | None = None,  # decay of the averaged weights, which are exported and classify; None: no average
         pairs: PositiveInt = 64,  # m, number of token pairs per image
-        # Lambda, the weight of the loss. In the paper lambda is constant: 0.5 for Swin, and 0.1 for T2T and CvT.
+        # Lambda, the weight of the MLP's loss. In the paper it is constant: 0.5 for Swin, and 0.1 for T2T and CvT.
         weight: Schedule = Schedule(value=0.5, warmup=20, end=0.0, straight=True, per_epoch=True),
         mode: Mode = "l1",
         targets: Targets = "raw",  # targets of the modes l1 and l1_signed
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
         # L_all: an MLP for each stage (all, as in the code) or each block (blocks, as in the paper), on its own grid.
         stages: Literal["last", "all", "blocks"] = "last",
-        # k, tokens on a side, which sets the number of offset classes. A last grid of 2 k or more is pooled to fewer.
+        # k, tokens on a side, which sets the number of offset classes. The last grid is pooled to a side below 2 k.
         grid: PositiveInt = 7,
         pool: Pool = "3x3",  # 2x2: as in the paper
     ) -> None:
@@ -77,7 +77,7 @@ class DRLoc(Classifier):
         return {**out, "loss": out["loss"] + self.weight(at) * drloc, "classes": out["loss"], "drloc": drloc}
 
     def apart(self, f: nn.Module, g: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Return the loss of random or exhaustive pairs of the tokens of a grid (V * B, D, h, w)."""
+        """Return the loss of the localiser f for random or exhaustive pairs of tokens of a grid g (V * B, D, h, w)."""
         n, drawn = g.shape[2] * g.shape[3], (len(batch.views), batch.rows, at.draw, g.device)
         pairs = random_pairs(n, self.pairs, *drawn) if self.pairing == "random" else exhaustive_pairs(n, *drawn)
         assert isinstance(f, Localiser)

@@ -1,7 +1,7 @@
-"""EsViT adds to DINO a loss that matches the tokens of one view with those of another (Li et al. 2022).
+"""EsViT adds to DINO a loss that matches the tokens of one view with those of another (Li et al. 2022,
+arXiv:2106.09785, algorithm 1).
 
-arXiv:2106.09785, algorithm 1. B images, V views, K prototypes.
-"""
+B images, V views, K prototypes."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -30,7 +30,7 @@ class EsViT(Method):
     The student sees all views, the teacher only the first two, which are the large crops."""
 
     views = (2, 100)
-    needs_boxes = None  # boxes serve only the share of right matches
+    needs_boxes = None  # boxes are used only for a metric, the share of right matches
     may_change = ("region_from",)  # the region loss may join a run that began without it
     center: Tensor  # (K,)
     region_center: Tensor  # (K,)
@@ -47,7 +47,7 @@ class EsViT(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
         # Weight of the loss on views: half as in algorithm 1 and the authors' code; the paper's text adds both losses.
         view_weight: Share = 0.5,
         region_weight: Share = 0.5,
@@ -87,8 +87,8 @@ class EsViT(Method):
             l_r = right = torch.zeros_like(l_v)
             loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops the zero gradients
         stats = assignment_stats(t, self.center, tau_t)
-        # The loss above uses the centre of the previous steps, so it moves after it. As in the authors' code, a centre
-        # is a mean of scores and each loss has its own; in algorithm 1 both are means of the probabilities of views.
+        # The loss above uses the centre of the previous steps, so the centre moves after it. As in the authors' code,
+        # each loss has its own centre, a mean of scores; in algorithm 1 both are means of the views' probabilities.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, "view": l_v, "region": l_r, "right": right, **stats}
 
@@ -122,9 +122,9 @@ class _Encoder(Encoder[PrototypeHead]):
         self.region_head, self.tokens = region_head, tokens
 
     def project(self, views: Sequence[Tensor], generator: torch.Generator | None) -> tuple[Scores, Regions | None]:
-        """Return the scores of V views (B, 3, S, S) of any sizes and, with a generator, their tokens with scores.
+        """Return the scores of V views (B, 3, S, S) of any sizes and, with a generator, the Regions of their tokens.
 
-        The generator samples the tokens of views that have more than `tokens`."""
+        The generator samples the tokens of views that have more than `self.tokens` of them."""
         b = len(views[0])
         outs = self.backbone.sizes([torch.cat(list(same)) for _, same in groupby(views, key=lambda x: x.shape)])
         scores = Scores(self.head(torch.cat([out.pooled for out in outs])), self.head.last.weight)

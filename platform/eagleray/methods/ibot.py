@@ -1,8 +1,8 @@
-"""iBOT adds to DINO the prediction of the prototypes that the teacher assigns to hidden patches (Zhou et al. 2022).
+"""iBOT adds to DINO the prediction of the prototypes that the teacher assigns to hidden patches (Zhou et al. 2022,
+arXiv:2111.07832, algorithm 1).
 
-arXiv:2111.07832, algorithm 1. Where its text leaves a choice open, this follows the authors' code. B images, V views, N
-patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels.
-"""
+Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches of a large crop, n
+hidden patches, K prototypes of images, P of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +23,7 @@ from eagleray.models.heads import PrototypeHead, drop_gradients
 
 
 class IBOT(Method):
-    """The student sees all views, the first two with hidden patches; the teacher sees the first two whole."""
+    """The student sees all views, the first two with hidden patches; the teacher sees these two with all patches."""
 
     views = (2, 100)
     shardable = True
@@ -45,7 +45,7 @@ class IBOT(Method):
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.mask_probability, self.mask_ratio = mask_probability, mask_ratio

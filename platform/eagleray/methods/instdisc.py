@@ -1,7 +1,6 @@
-"""InstDisc treats every image as a class of its own, with a memory bank of features (Wu et al. 2018).
+"""InstDisc treats every image as a class of its own, with a memory bank of features (Wu et al. 2018, arXiv:1805.01978).
 
-arXiv:1805.01978. B images on this rank, n in the training set, K negatives, C channels.
-"""
+B images on this rank, n in the training set, K negatives, C channels."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ class InstDisc(Method):
     views = (1, 1)
     pooled_only = True
     bank: Bank | None  # None before `allocate`
-    Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
+    Z: Tensor  # () normalising constant of the probabilities; 0 until it is estimated from the first batch
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""InstLoc pastes an image on two others, and contrasts the two boxes instead of whole images (Yang et al. 2021).
+"""InstLoc pastes two crops of an image on other images, and contrasts the pasted boxes instead of whole images (Yang et
+al. 2021, arXiv:2102.08318, section 3, with the backbone and head of R50-C4).
 
-arXiv:2102.08318, section 3, with the backbone and head of R50-C4. B images, C channels of a key, A anchors. Boxes
-(B, 4) are left, top, right and bottom in pixels.
-"""
+B images, C channels of a key, A anchors. Boxes (B, 4) are left, top, right and bottom in pixels."""
 
 import math
 
@@ -27,15 +26,15 @@ from eagleray.models.queue import Queue
 from eagleray.models.region_align import check_convolutional, pooled_regions
 from eagleray.views.pasting import DRAWS, draw_boxes, paste
 
-# Anchors as in the released code, whose images have 256 pixels: sides of 32 to 256 pixels at every 16th pixel. SCALES
-# are shares of the image's side, RATIOS height over width.
+# Anchors as in the released code, whose images have 256 pixels: sides of 32 to 256 pixels at every 16th pixel. GRID
+# anchor centres are on a side of the image, SCALES are shares of this side, RATIOS are height over width.
 GRID, SCALES, RATIOS = 16, (1 / 8, 1 / 4, 1 / 2, 1.0), (0.5, 0.75, 1.0, 1.5, 2.0)
 
 
 class InstLoc(Method):
-    """MoCo v2 on boxes: two crops of an image are pasted on other images, and the features inside their boxes compared.
+    """MoCo v2 on boxes: two crops of an image are pasted on other images, and features inside their boxes are compared.
 
-    The third view is the image on which the crops of others are pasted."""
+    The third view of an image is the background on which crops of other images are pasted."""
 
     views = (3, 3)
 
@@ -48,10 +47,10 @@ class InstLoc(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        smallest: Share = 0.5,  # the smallest side that a box is fitted into, as a share of the image's side
-        overlap: Share = 0.5,  # IoU with the true box that a query's box exceeds; 1: it is the true box
+        smallest: Share = 0.5,  # least side of the rectangle into which a box is fitted, as a share of the image's side
+        overlap: Share = 0.5,  # IoU with the pasted box that a query's box must exceed; 1: the pasted box itself
         side: PositiveInt = 14,  # side of a box in cells of the map before the last stage
-        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images normalised together by batch norm (paper: a GPU's); None: all
     ) -> None:
         super().__init__()
         check_convolutional(backbone)
@@ -68,7 +67,7 @@ class InstLoc(Method):
         boxes1, cuts1 = draw_boxes(u[:, :DRAWS], self.smallest, others.shape[3])
         boxes2, cuts2 = draw_boxes(u[:, DRAWS:-1], self.smallest, others.shape[3])
         # The released code pastes on two whole images drawn from the training set. Here they are the third views, also
-        # whole images, of the two rows beside an image's own: rows are in random order, so these are random images too.
+        # whole images, of the rows after and before an image's own. The order of rows is random, so they are too.
         x1 = paste(x1, neighbours(others, batch.rows, 1), boxes1, cuts1)
         x2 = paste(x2, neighbours(others, batch.rows, -1), boxes2, cuts2)
         q = unit(self.f_q.regions(x1, near_boxes(boxes1, u[:, -1:], self.overlap, x1.shape[3])))  # (B, C)
@@ -83,7 +82,7 @@ class InstLoc(Method):
         return {"loss": loss, "gain": math.log(scores.shape[1]) - loss}
 
     def draw(self, batch: Batch, at: Progress) -> Tensor:
-        """Draw uniform numbers (B, 2 * DRAWS + 1): DRAWS to place each box, the last to choose the query's box."""
+        """Draw uniform numbers (B, 2 * DRAWS + 1): DRAWS numbers place each box, the last one chooses an anchor."""
         x = batch.views[2]
         generator = step_generator(at.draw, x.device)
         u = torch.rand(sum(batch.rows), 2 * DRAWS + 1, generator=generator, device=x.device, dtype=x.dtype)
@@ -94,7 +93,7 @@ class InstLoc(Method):
 
 
 class _Encoder(Encoder[nn.Sequential]):
-    """An encoder whose last stage and head see a box of each image."""
+    """An encoder whose last stage and head see only a box of each image."""
 
     def __init__(self, backbone: Backbone, head: nn.Sequential, side: int) -> None:
         super().__init__(backbone, head)
@@ -107,14 +106,14 @@ class _Encoder(Encoder[nn.Sequential]):
 
 
 def neighbours(x: Tensor, rows: tuple[int, ...], step: int) -> Tensor:
-    """Return, for every row of x (B, ...), the next row of the global batch, or the one before it with `step` -1."""
+    """Return, for every row of x (B, ...), the next row of the global batch or, with `step` -1, the previous row."""
     edges = dist.gather(x[:1] if step == 1 else x[-1:], (1,) * len(rows))  # (ranks, ...) edge rows of all ranks
     edge = edges[(dist.rank() + step) % len(rows)][None]
     return torch.cat([x[1:], edge] if step == 1 else [edge, x[:-1]])
 
 
 def anchors(size: int, like: Tensor) -> Tensor:
-    """Return the anchors (A, 4) of an image of `size` pixels; some reach beyond it."""
+    """Return the anchors (A, 4) of an image of `size` pixels; some reach beyond the image."""
     corner = torch.arange(GRID, device=like.device, dtype=like.dtype) / GRID
     y, x = torch.meshgrid(corner, corner, indexing="ij")
     shapes = [(scale * ratio**-0.5, scale * ratio**0.5) for scale in SCALES for ratio in RATIOS]
@@ -125,11 +124,11 @@ def anchors(size: int, like: Tensor) -> Tensor:
 def near_boxes(boxes: Tensor, u: Tensor, overlap: float, size: int) -> Tensor:
     """Return for each box an anchor whose IoU with it is above `overlap`, or the box itself if there is none.
 
-    The uniform numbers `u` (B, 1) choose among these anchors. The released code first applies a non-maximum suppression
-    with random scores; the host would have to wait for the number of anchors that it leaves."""
+    The uniform numbers `u` (B, 1) choose among these anchors. The released code first applies non-maximum suppression
+    with random scores, which is left out, as the host would have to wait for the number of remaining anchors."""
     candidates = anchors(size, boxes)  # (A, 4)
     counted = (box_iou(boxes, candidates) > overlap).cumsum(1)  # (B, A)
     count = counted[:, -1:]
-    number = torch.minimum((u * count).long() + 1, count)  # the candidate's number, counted from 1
+    number = torch.minimum((u * count).long() + 1, count)  # rank, from 1, among the anchors that overlap enough
     chosen = torch.searchsorted(counted, number).clamp(max=len(candidates) - 1)  # (B, 1)
     return torch.where(count > 0, candidates[chosen.squeeze(1)], boxes)

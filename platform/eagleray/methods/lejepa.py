@@ -1,7 +1,7 @@
-"""LeJEPA predicts the mean embedding of large views and keeps embeddings Gaussian (Balestriero and LeCun 2025).
+"""LeJEPA predicts the mean embedding of large views and keeps embeddings Gaussian (Balestriero and LeCun 2025,
+arXiv:2511.08544, algorithm 2).
 
-arXiv:2511.08544, algorithm 2. B images, V views, C channels of the embedding.
-"""
+B images, V views, C channels of the embedding."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ class LeJEPA(Method):
 
 @in_float32
 def prediction(z: Tensor, global_views: int) -> Tensor:
-    """Return the mean squared difference between embeddings z (V, B, C) and the mean of the first, global views.
+    """Return the mean squared difference between embeddings z (V, B, C) and the mean of the first `global_views`.
 
     This is equation 7 as algorithm 2 has it, with a mean over channels instead of a sum."""
     return (z[:global_views].mean(0) - z).square().mean()

@@ -1,8 +1,8 @@
-"""MAE predicts the pixels of three quarters of an image's patches from the other quarter (He et al. 2021).
+"""MAE predicts the pixels of three quarters of an image's patches from the other quarter (He et al. 2021,
+arXiv:2111.06377, section 3).
 
-arXiv:2111.06377, section 3. B images, N patches of 3 p p numbers (or of another number of channels than 3), n of them
-visible, P prefix tokens of the encoder, such as the class token, D channels of the encoder, d of the decoder.
-"""
+B images, N patches of p x p pixels of 3 channels (or another number), n visible patches, P prefix tokens of the
+encoder, such as the class token, D channels of the encoder, d of the decoder."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -116,9 +116,9 @@ class _Decoder(nn.Module):
 
 
 def shuffle(n: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Draw an order (B, n) of the patches of each image of this rank, the same for any number of ranks."""
+    """Draw an order (B, n) of n patches for each image of this rank. It does not depend on the number of ranks."""
     noise = torch.rand(sum(rows), n, generator=step_generator(seed, device), device=device)
-    return dist.own(noise, rows).argsort(stable=True)  # stable, as equal numbers occur
+    return dist.own(noise, rows).argsort(stable=True)  # stable, as some random numbers are equal
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -129,9 +129,9 @@ def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
 
 @in_float32
 def mae_loss(pixels: Tensor, target: Tensor, removed: Tensor) -> Tensor:
-    """Return the mean squared error of pixels (B, N, 3 p p) over the removed patches (B, N).
+    """Return the mean squared error of `pixels` (B, N, 3 p p) over the patches for which `removed` (B, N) is true.
 
-    The pixels of each patch of the target are normalised by their own mean and deviation, the variant of the published
+    The `target` pixels of each patch are normalised by their own mean and standard deviation, as for the published
     results (table 1d)."""
     var, mean = torch.var_mean(target, 2, keepdim=True)
     target = (target - mean) / (var + 1e-6).sqrt()

@@ -1,4 +1,4 @@
-"""The base class of every method, and the base class of those that learn from labels."""
+"""The base class of all methods, and the base class of methods that learn from labels."""
 
 import math
 from collections.abc import Sequence
@@ -126,8 +126,7 @@ class Classifier(Method):
     ) -> None:
         """`ema` is the decay of a moving average of the weights; None keeps no average.
 
-        If there is an average, it classifies images and is exported.
-        """
+        If there is an average, it classifies images and is exported."""
         super().__init__()
         self.classes = classes
         head = nn.Linear(backbone.dim, classes)
@@ -155,7 +154,7 @@ class Classifier(Method):
 
     @property
     def final_encoder(self) -> Encoder[nn.Linear]:
-        """The encoder to evaluate: the average of the weights where there is one."""
+        """The encoder to evaluate, which has the averaged weights if the method averages them."""
         return self.encoder if self.average is None else self.average
 
     def export(self) -> Backbone:
@@ -168,8 +167,7 @@ class Classifier(Method):
 def classification_loss(scores: Tensor, labels: Tensor, *, one_class: bool) -> dict[str, Tensor]:
     """Return the cross-entropy of class scores with soft labels, both (B, C), and the `usage` of the predictions.
 
-    The `accuracy` is added where every image has `one_class`, that is, where images are not mixed.
-    """
+    With `one_class`, which means that images are not mixed, the `accuracy` is returned too."""
     scores = scores.float()
     mean = scores.detach().softmax(1).mean(0)
     out = {"loss": F.cross_entropy(scores, labels), "usage": torch.special.entr(mean).sum() / math.log(len(mean))}

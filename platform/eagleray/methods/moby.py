@@ -1,7 +1,7 @@
-"""MoBY combines MoCo v2's queue with BYOL's predictor and momentum schedule (Xie et al. 2021).
+"""MoBY combines MoCo v2's queue with BYOL's predictor and momentum schedule (Xie et al. 2021, arXiv:2105.04553,
+algorithm 1).
 
-arXiv:2105.04553, algorithm 1. B images, C channels of a key.
-"""
+B images, C channels of a key."""
 
 import math
 
@@ -49,7 +49,7 @@ class MoBY(Method):
         # The heads run once per view, as their batch norm must not mix views.
         q1, q2 = (unit(self.predictor(z)) for z in self.online.each(batch.views))  # (B, C)
         with torch.no_grad():
-            # The momentum follows from the step, which a checkpoint keeps; in the authors' code a restart resets it.
+            # The momentum depends only on the step, so a restart continues it; in the authors' code it starts anew.
             ema_update(self.target, self.online, self.momentum(at))
             k1, k2 = (unit(z) for z in self.target.each(batch.views))  # (B, C)
         l1 = infonce(logits(q1, k2, self.queue2.keys, self.temperature))

@@ -1,8 +1,7 @@
-"""MoCo finds the key of an image among a queue of keys from earlier batches (He et al. 2019).
+"""MoCo finds the key of an image among a queue of keys from earlier batches (He et al. 2019, arXiv:1911.05722,
+algorithm 1; v2: Chen et al. 2020, arXiv:2003.04297; v2+, with both directions: Chen and He 2020, arXiv:2011.10566).
 
-arXiv:1911.05722, algorithm 1; version 2: Chen et al. 2020, arXiv:2003.04297; v2+, with both directions: Chen and He
-2020, arXiv:2011.10566. B images, C channels of a key, K keys in a queue.
-"""
+B images, C channels of a key, K keys in a queue."""
 
 import math
 
@@ -40,7 +39,7 @@ class MoCo(Method):
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
         symmetric: bool = False,  # both directions, each with its own queue (v2+)
-        norm_group: PositiveInt | None = None,  # images per group of batch norm, a GPU's in the paper; None: all
+        norm_group: PositiveInt | None = None,  # images normalised together by batch norm (paper: a GPU's); None: all
     ) -> None:
         super().__init__()
         self.temperature, self.momentum, self.symmetric, self.norm_group = temperature, momentum, symmetric, norm_group
@@ -54,19 +53,19 @@ class MoCo(Method):
         pairs = [(x1, x2), (x2, x1)] if self.symmetric else [(x1, x2)]
         q = [unit(self.f_q([x])) for x, _ in pairs]  # (B, C)
         with torch.no_grad():
-            # The update comes here as in the authors' code; after the optimiser, as in algorithm 1, the weights are the
-            # same.
+            # The update comes here, as in the authors' code, not after the optimiser's step, as in algorithm 1; keys
+            # are computed with the same weights in both cases.
             ema_update(self.f_k, self.f_q, self.momentum(at))
             k = [self.keys(x, batch, at) for _, x in pairs]  # (B, C)
         scores = [logits(*qkn, self.temperature) for qkn in zip(q, k, [n.keys for n in self.queues], strict=True)]
         for queue, keys in zip(self.queues, k, strict=True):
             queue.push(dist.gather(keys, batch.rows))
-        # Directions are summed, as in solo-learn: their mean would halve the step.
+        # The losses of both directions are summed, as in solo-learn: their mean would halve the gradient.
         loss = torch.stack([infonce(s) for s in scores]).sum()
         return {"loss": loss, "gain": math.log(scores[0].shape[1]) - loss / len(scores)}
 
     def keys(self, x: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Return the unit keys (B, C) of a view. With `norm_group`, the encoder sees it in a shuffled order."""
+        """Return the unit keys (B, C) of a view. With `norm_group`, the encoder sees its images in a shuffled order."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.draw)
         return unshuffle(unit(self.f_k([x])))
 

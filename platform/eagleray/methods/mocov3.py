@@ -1,7 +1,7 @@
-"""MoCo v3 contrasts two views with the keys of the whole batch, without a queue (Chen, Xie and He 2021).
+"""MoCo v3 contrasts two views with the keys of the whole batch, without a queue (Chen, Xie and He 2021,
+arXiv:2104.02057, algorithm 1).
 
-arXiv:2104.02057, algorithm 1. B images, C channels.
-"""
+B images, C channels."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -57,8 +57,8 @@ class MoCoV3(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         q1, q2 = self._outputs(self.base_encoder, self.predictor, batch.views)  # (B, C)
         with torch.no_grad():
-            # The update comes here as in the authors' code; after the optimiser, as in algorithm 1, the weights are the
-            # same.
+            # The update comes here, as in the authors' code, not after the optimiser's step, as in algorithm 1; keys
+            # are computed with the same weights in both cases.
             ema_update(self.momentum_encoder, self.base_encoder, self.momentum(at))
             k1, k2 = self._outputs(self.momentum_encoder, nn.Identity(), batch.views)  # (B, C)
         loss = ctr(q1, k2, self.temperature, batch.rows) + ctr(q2, k1, self.temperature, batch.rows)

@@ -1,7 +1,7 @@
-"""Masked patch prediction predicts the mean colours of patches that were masked or exchanged (Dosovitskiy et al. 2021).
+"""Masked patch prediction predicts the mean colours of patches that were masked or exchanged (Dosovitskiy et al. 2021,
+arXiv:2010.11929, appendix B.1.2).
 
-arXiv:2010.11929, appendix B.1.2. B images, N patches on a grid of h x w, n of them corrupted, D channels, C colours.
-"""
+B images, N patches on a grid of h x w, n of them corrupted, D channels, C colours."""
 
 import math
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
 from eagleray.models.tokens import Hidden, drops_patches, maskable, take
 from eagleray.views.colours import colours
 
-MOST_CHANNELS = 5  # 8**5 = 32,768 colours
+MOST_CHANNELS = 5  # most channels of an image, for 8**5 = 32,768 colours
 
 
 class MPP(Method):
-    """The encoder sees all positions, some of them corrupted; a linear layer predicts the colours of corrupted ones."""
+    """The encoder sees all patches, some of them corrupted; a linear layer predicts the corrupted patches' colours."""
 
     views = (1, 1)
     mean: Tensor  # (3, 1, 1) pixel mean with which views are normalised
@@ -87,5 +87,5 @@ class MPP(Method):
 
 @in_float32
 def mpp_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of scores (B, n, C) over colours with the right colours (B, n)."""
+    """Return the mean cross-entropy of scores (B, n, C) for C colours with the target colours (B, n)."""
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())

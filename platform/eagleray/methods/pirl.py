@@ -1,8 +1,8 @@
-"""PIRL learns equal vectors for an image and its shuffled patches, with a memory bank (Misra and van der Maaten 2020).
+"""PIRL learns equal vectors for an image and its shuffled patches, with a memory bank (Misra and van der Maaten 2020,
+arXiv:1912.01991, section 2, with the jigsaw as pretext).
 
-arXiv:1912.01991, section 2, with the jigsaw as pretext. B images on this rank, n in the training set, K negatives,
-D channels of the backbone, C of a stored vector, S pixels on a side of a view and P on a side of a patch.
-"""
+B images on this rank, n in the training set, K negatives, D channels of the backbone, C of a stored vector, S pixels on
+a side of a view and P on a side of a patch."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ class PIRL(Method):
     views = (2, 2)
     pooled_only = True
     bank: Bank | None  # None before `allocate`
-    Z: Tensor  # () normalising constant of P; 0 until it is estimated from the first batch
+    Z: Tensor  # () normalising constant of the probabilities; 0 until it is estimated from the first batch
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class PIRL(Method):
         super().__init__()
         self.dim, self.temperature, self.momentum = dim, temperature, momentum
         self.negatives, self.patch, self.jigsaw_weight = negatives, patch, jigsaw_weight
-        self.encoder = Encoder(backbone, nn.Linear(backbone.dim, dim))  # f
-        self.patch_head = nn.Linear(backbone.dim, dim)  # g, of a patch
-        self.jigsaw_head = nn.Linear(PATCHES * dim, dim)  # g, of all patches
+        self.encoder = Encoder(backbone, nn.Linear(backbone.dim, dim))  # f of the paper
+        self.patch_head = nn.Linear(backbone.dim, dim)  # g of the paper, for one patch
+        self.jigsaw_head = nn.Linear(PATCHES * dim, dim)  # g of the paper, for all nine patches
         self.bank = None
         self.register_buffer("Z", torch.zeros(()))
 
@@ -81,7 +81,7 @@ class PIRL(Method):
         return {"loss": loss}
 
     def encode_patches(self, patches: Tensor) -> Tensor:
-        """Return g (B, C) of the patches (B, 9, 3, P, P), whose vectors are concatenated in the order given."""
+        """Return g (B, C) of the patches (B, 9, 3, P, P), whose vectors are concatenated in the given order."""
         v = self.patch_head(self.encoder.backbone.pooled(patches.flatten(0, 1)))  # (B * 9, C)
         g: Tensor = self.jigsaw_head(v.view(-1, PATCHES * self.dim))
         return g

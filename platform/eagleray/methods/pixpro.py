@@ -1,7 +1,7 @@
-"""PixPro makes smoothed patches agree with those at the same place in the other view (Xie et al. 2020).
+"""PixPro makes smoothed patches agree with the patches at the same place in the other view (Xie et al. 2020,
+arXiv:2011.10043, section 3.2).
 
-arXiv:2011.10043, section 3.2. B images, N = h * w patches, D channels of the backbone, C channels of a projection.
-"""
+B images, N = h * w patches, D channels of the backbone, C channels of a projection."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -43,7 +43,7 @@ class PixPro(Method):
         self.instance_weight = instance_weight
         self.online = _Encoder(backbone, dim, hidden, instances=instance_weight > 0)
         self.target = ema_copy(self.online)
-        self.transform = nn.Linear(dim, dim)  # g
+        self.transform = nn.Linear(dim, dim)  # g of the paper
         self.predictor = _PatchMLP(dim, hidden, dim) if instance_weight else None
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
@@ -101,23 +101,26 @@ class _Encoder(Encoder[nn.Identity]):
 
 @in_float32
 def propagate(x: Tensor, g: Tensor, sharpness: float) -> Tensor:
-    """Return the smoothed patches y (B, N, C): y_i sums the unit vectors g_j by max(cos(x_i, x_j), 0) ** sharpness."""
+    """Return the smoothed patches y (B, N, C) of patches x and their transforms g, both (B, N, C).
+
+    y_i is the sum of the unit vectors g_j with the weights max(cos(x_i, x_j), 0) ** sharpness."""
     x = unit(x)
     return (x @ x.mT).clamp(min=0) ** sharpness @ unit(g)
 
 
 @in_float32
 def consistency(y: Tensor, t: Tensor, pairs: Tensor) -> Tensor:
-    """Return minus twice the mean cosine of the pairs of an image (B, N, M), averaged over images.
+    """Return minus twice the mean cosine of an image's pairs of patches, averaged over images.
 
-    y (B, N, C) and t (B, M, C) are patches of two views. An image without pairs counts as 0."""
+    y (B, N, C) and t (B, M, C) are patches of two views. `pairs` (B, N, M) is 1 where two patches form a pair, else 0.
+    An image without pairs counts as 0. The factor 2 is that of the authors' code."""
     cosines = unit(y) @ unit(t).mT
     return -2 * ((cosines * pairs).sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)).mean()
 
 
 def near(boxes: Tensor, grids: tuple[tuple[int, int], tuple[int, int]], distance: float) -> Tensor:
-    """Return A (B, N, M): 1 for two patches whose centres are closer in the image than `distance` diagonals of the
-    larger patch, 0 for others. The views have these boxes (2, B, 4) and grids.
+    """Return A (B, N, M): 1 for patches of two views whose centres are closer in the image than `distance` diagonals of
+    the larger patch, else 0. `boxes` (2, B, 4) and `grids` are those of the views.
 
     Coordinates are shares of the image's width and height, as in the authors' code, whatever its aspect ratio."""
     (c1, diagonal1), (c2, diagonal2) = map(centres, boxes, grids)

@@ -1,8 +1,8 @@
-"""SelfPatch adds to DINO a loss by which each patch predicts its most similar neighbours (Yun et al. 2022).
+"""SelfPatch adds to DINO a loss by which each patch predicts its most similar neighbours (Yun et al. 2022,
+arXiv:2206.07990).
 
-arXiv:2206.07990. Where its text leaves a choice open, this follows the authors' code. B images, V views, N patches, K
-prototypes of images, P of patches, d channels of the bottleneck.
-"""
+Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches, K prototypes of
+images, P of patches, d channels of the bottleneck."""
 
 from typing import Annotated, Literal
 
@@ -44,14 +44,14 @@ class SelfPatch(Method):
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         # Patches at opposite borders of the image are neighbours, as in the authors' code but not in the paper.
         wrap: bool = True,
-        # The crops that the teacher sees and whose patches are compared. The code takes all; its comment says large.
+        # Crops that the teacher sees and whose patches are compared: all in the authors' code; its comment says large.
         crops: Literal["all", "large"] = "all",
         patch_weight: NonNegativeFloat = 0.1,  # 0: DINO alone
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.04),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.neighbours, self.wrap, self.crops, self.patch_weight = neighbours, wrap, crops, patch_weight
@@ -77,8 +77,8 @@ class SelfPatch(Method):
         large = t._replace(z=t.z[: 2 * images])
         loss = H(large, s, match_views(large, s, images), self.center, tau_t, tau_s)
         stats = assignment_stats(large, self.center, tau_t)
-        # The loss above uses the centre of the previous steps, so the centre is updated after it. Unlike in DINO, its
-        # mean includes the small crops if the teacher gets them (crops=all).
+        # The loss above uses the centre of the previous steps, so the centre is updated after it. Unlike in DINO, the
+        # centre's mean includes the small crops if the teacher sees them (crops=all).
         update_center(self.center, t, batch.rows, self.center_momentum)
 
         p_t, p_s = patch_scores(t_parts, self.teacher.patch_head), patch_scores(s_parts, self.student.patch_head)

@@ -1,9 +1,8 @@
-"""SelfPatch on MoBY adds SelfPatch's loss of patches to MoBY's two queues (Yun et al. 2022; Xie et al. 2021).
+"""SelfPatch on MoBY adds SelfPatch's loss of patches to MoBY's two queues (Yun et al. 2022, arXiv:2206.07990, section
+5; Xie et al. 2021, arXiv:2105.04553).
 
-arXiv:2206.07990, section 5, and arXiv:2105.04553. What neither paper defines is decided in
-docs/decisions/0011-selfpatch-on-moby.md. B images, N patches, C channels of a key, P prototypes of patches, d channels
-of the bottleneck.
-"""
+What neither paper defines is decided in docs/decisions/0011-selfpatch-on-moby.md. B images, N patches, C channels of a
+key, P prototypes of patches, d channels of the bottleneck."""
 
 import math
 from typing import Annotated
@@ -29,7 +28,7 @@ from eagleray.models.queue import Queue
 
 
 class SelfPatchMoBY(Method):
-    """MoBY on the class attention's output for an image, and SelfPatch's loss of patches from the momentum copy."""
+    """MoBY on the class attention's output for an image, and SelfPatch's loss with the momentum copy as teacher."""
 
     views = (2, 2)
     patch_center: Tensor  # (P,)
@@ -53,7 +52,7 @@ class SelfPatchMoBY(Method):
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.04),
         center_momentum: Share = 0.9,
-        freeze_last: float = 1.0,  # epochs in which the prototypes are not trained
+        freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:
         super().__init__()
         self.temperature, self.momentum = temperature, momentum

@@ -1,7 +1,7 @@
-"""SimCLR contrasts two crops of an image with all other crops of the batch (Chen et al. 2020).
+"""SimCLR contrasts two crops of an image with all other crops of the batch (Chen et al. 2020, arXiv:2002.05709,
+algorithm 1).
 
-arXiv:2002.05709, algorithm 1. B images on this rank, N on all ranks, C channels.
-"""
+B images on this rank, N on all ranks, C channels."""
 
 import math
 
@@ -51,7 +51,7 @@ class SimCLR(Method):
 
 
 def nt_xent(z1: Tensor, z2: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
-    """Return the mean of equation 1 over anchors (B, C) of two views, each against the other 2N - 1 crops."""
+    """Return the mean of equation 1 over the crops z1 and z2 (B, C), each contrasted with all other 2N - 1 crops."""
     z1, z2 = unit(z1), unit(z2)
     # Gradients pass through the gathering, because a crop also learns as a negative of other ranks' crops.
     others = torch.cat([dist.gather_with_grad(z1, rows), dist.gather_with_grad(z2, rows)])  # (2N, C)

@@ -1,7 +1,7 @@
-"""SimSiam predicts the other view's projection, and stops the projection's gradient (Chen and He 2021).
+"""SimSiam predicts the other view's projection, and stops the projection's gradient (Chen and He 2021,
+arXiv:2011.10566, algorithm 1).
 
-arXiv:2011.10566, algorithm 1. B images, C channels.
-"""
+B images, C channels."""
 
 from pydantic import PositiveInt
 from torch import Tensor, nn
@@ -48,5 +48,5 @@ class SimSiam(Method):
 
 
 def D(p: Tensor, z: Tensor) -> Tensor:
-    """Return equation 1: the mean negative cosine of predictions and projections (B, C), the latter detached."""
+    """Return equation 1: the mean negative cosine of predictions p and projections z (B, C); z gets no gradient."""
     return -cosine(p, z.detach()).mean()

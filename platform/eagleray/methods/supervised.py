@@ -1,7 +1,6 @@
-"""Supervised training learns from mixed and smoothed labels as in DeiT (Touvron et al. 2021).
+"""Supervised training learns from mixed and smoothed labels as in DeiT (Touvron et al. 2021, arXiv:2012.12877).
 
-arXiv:2012.12877. B images, V views, C classes.
-"""
+B images, V views, C classes."""
 
 import torch
 from pydantic import NonNegativeFloat
@@ -27,7 +26,7 @@ class Supervised(Classifier):
         smoothing: Share = 0.1,
         mixup: NonNegativeFloat = 0.8,
         cutmix: NonNegativeFloat = 1.0,
-        ema: Share | None = None,  # decay of an average of the weights, which is exported and classifies; None: none
+        ema: Share | None = None,  # decay of the averaged weights, which are exported and classify; None: no average
     ) -> None:
         super().__init__(backbone, classes=classes, smoothing=smoothing, mixup=mixup, cutmix=cutmix, ema=ema)
 

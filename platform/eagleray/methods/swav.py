@@ -1,7 +1,7 @@
-"""SwAV predicts the prototypes that Sinkhorn-Knopp assigns to another view (Caron et al. 2020).
+"""SwAV predicts the prototypes that Sinkhorn-Knopp assigns to another view (Caron et al. 2020, arXiv:2006.09882,
+algorithm 1).
 
-arXiv:2006.09882, algorithm 1. B images on this rank, V views, K prototypes, C channels.
-"""
+B images on this rank, V views, K prototypes, C channels."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from eagleray.models.queue import Queue
 
 
 class SwAV(Method):
-    """Only the first two views, the full-resolution crops, are assigned to prototypes; other views predict those."""
+    """The first two views, the full-resolution crops, are assigned to prototypes, which all other views predict."""
 
     views = (2, 100)
     pooled_only = True
@@ -44,7 +44,8 @@ class SwAV(Method):
         iterations: PositiveInt = 3,
         queue: NonNegativeInt = 0,  # features kept for each full-resolution crop; 0: no queue
         queue_start: float = 15.0,  # epochs before the queue begins to fill
-        freeze_prototypes: NonNegativeInt = 313,  # steps; the default is the paper's first epoch, at 4096 images a step
+        # First steps in which the prototypes are not trained: by default the paper's first epoch, at 4096 images a step
+        freeze_prototypes: NonNegativeInt = 313,
     ) -> None:
         super().__init__()
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
@@ -87,7 +88,7 @@ class SwAV(Method):
 
 
 def swapped_loss(q: Sequence[Tensor], s: Sequence[Tensor], tau: float) -> Tensor:
-    """Return the mean of H(q_i, softmax(s_v / tau)) over images and pairs of views i != v.
+    """Return the mean cross-entropy H(q_i, softmax(s_v / tau)) over images and pairs of views i != v.
 
     q are the assignments (B, K) of the first views, s the scores (B, K) of all views."""
     log_p = [F.log_softmax(sv / tau, dim=1) for sv in s]

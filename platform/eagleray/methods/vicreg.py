@@ -1,7 +1,7 @@
-"""VICReg makes two views agree while channels keep their variance and lose covariance (Bardes et al. 2022).
+"""VICReg makes two views agree while channels keep their variance and lose covariance (Bardes et al. 2022,
+arXiv:2105.04906, algorithm 1).
 
-arXiv:2105.04906, algorithm 1. B images on this rank, N on all ranks, C channels.
-"""
+B images on this rank, N on all ranks, C channels."""
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,7 @@ def variance_hinge(z: Tensor, eps: float) -> Tensor:
 def covariance_penalty(z: Tensor) -> Tensor:
     """Return the sum of the squared covariances of every two channels of z (N, C), divided by C.
 
-    z is the same on all ranks; each rank computes the covariances of its share of the channels with all others."""
+    z is the same on all ranks; each rank computes the covariances of its share of the channels with all channels."""
     z = z - z.mean(0)
     own = range(z.shape[1])[dist.rank() :: dist.size()]
     cov = z[:, own.start :: own.step].T @ z / (len(z) - 1)  # (C / ranks, C)

@@ -33,7 +33,7 @@ Head = TypeVar("Head", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Arguments, by timm module, with which its models take images of any size.
+# Arguments with which the models of each timm module take images of any size.
 ANY_SIZE = {"vision_transformer": {"dynamic_img_size": True}, "deit": {"dynamic_img_size": True}}
 ANY_SIZE |= {"swin_transformer": {"strict_img_size": False}}
 # Arguments of timm.create_model that name files or addresses, or change what is returned.
@@ -58,7 +58,7 @@ class Backbone(nn.Module):
     model: Any  # the timm model
     micro_batch: int | None = None  # images in one forward pass while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
-    draw = 0  # seed of the step, which determines the boxes of rotary positions
+    draw = 0  # seed of the step, by which rotary positions are shifted, stretched and scaled
     merged: "Adapters | None" = None  # adapters of `backbone.lora` that were added to its weights
     held = False  # whether `start.freeze` keeps its weights while other parts of a method are trained
 
@@ -92,7 +92,7 @@ class Backbone(nn.Module):
         if freeze_patch:
             if not hasattr(self.model, "patch_embed"):
                 raise UserError(f"backbone.freeze_patch=true: {name} has no patch projection")
-            if stem == "conv":  # the authors' code trains the stem even then
+            if stem == "conv":  # MoCo v3's code trains this stem in any case
                 raise UserError("backbone.freeze_patch=true: there is no patch projection with backbone.stem=conv")
             self.model.patch_embed.requires_grad_(False)
         if patch_norm != "timm":
@@ -187,21 +187,22 @@ class Backbone(nn.Module):
         return self._split(self._run([images], hidden=hidden)[0], images)
 
     def _run(self, images: Sequence[Tensor], *, pooled: bool = False, hidden: Hidden | None = None) -> list[Tensor]:
-        """Return the outputs of the model's `forward_features` for images of one size or, if it packs, of several.
+        """Return the outputs of the model's `forward_features` for images of one size or, if it is `packable`, several.
 
         With `pooled`, a model in training may return the class token alone."""
         run = outputs
         if self.compiled and self.training:
             run = compile_once(outputs)
             if fill := getattr(self.model, "fill_layouts", None):  # only EsViT's Swin has it
-                fill(images)  # otherwise a trace fills them in, which the compiler takes for a change
+                fill(images)  # before tracing, as the compiler would take new layouts for a change of the model
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden, self._turns(images, hidden))
 
     def _turns(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor] | None:
-        """Return the rotations of the patches of images (B, 3, S, S) of each size; None without rotary positions.
+        """Return the rotations of the patches of images (B, 3, S, S) of each size; None for a model without rotary
+        positions, and where timm computes them: in evaluations without hidden patches.
 
-        In evaluations timm computes them, without hidden patches. Every step draws anew, so they are not compiled."""
+        They are not compiled, because every training step draws them anew."""
         if not (self.training or hidden) or not hasattr(self.model, "rope"):
             return None
         from eagleray.models.rotary import rotary, rotations  # imported here, as most models have no rotary positions
@@ -299,8 +300,8 @@ def outputs(
 ) -> list[Tensor]:
     """Return the outputs of a model's layers for images (B, 3, S, S) of one size or, in one forward pass, of several.
 
-    They are all tokens or, with `class_token`, that one. Patches of images of the first size may be `hidden`. `turns`
-    are rotations."""
+    The outputs are all tokens or, with `class_token`, the class token alone. Patches of the first size's images may be
+    `hidden`. `turns` are the rotations of rotary positions."""
     if turns is not None:
         from eagleray.models.rotary import rotary_features
 
@@ -314,7 +315,8 @@ def outputs(
 
 @cache
 def compile_once(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function compiled, the same for all backbones: it is compiled for each model and list of image sizes.
+    """Return `function` with torch.compile, the same object for all backbones. PyTorch compiles it anew for each model
+    and list of image sizes.
 
     Only a backbone that is compiled calls this, as importing the compiler takes seconds."""
     return torch.compile(function, dynamic=False)
@@ -355,9 +357,8 @@ def encoder_with(module: nn.Module, backbone: Backbone) -> Encoder[Any]:
 
 
 def check_option(name: str) -> None:
-    """Raises UserError for a name that `backbone.options` cannot have.
-
-    That is one which cannot be an argument of a function, or with which timm would read a file or make a request."""
+    """Raises UserError for a name that `backbone.options` cannot have: a name that cannot be a function's argument, or
+    one of RESERVED, with which timm would read a file, make a request or return something else."""
     if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
         raise UserError(f"backbone.options: {name!r} is no option; expected an argument of the model, such as img_size")
 
@@ -368,7 +369,7 @@ def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: d
     `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` are
     arguments for timm that eagleray chooses; `options` are the user's, and replace them.
 
-    Raises UserError for a name, a key or an option that does not fit."""
+    Raises UserError for a name that timm lacks, and for a key or an option that does not fit the model."""
     base = name.partition(".")[0]
     if not timm.is_model(base):
         register_ours()

@@ -1,8 +1,8 @@
 """Batch norms over the rows of all ranks, or over groups of images.
 
-With groups, keys are normalised in another order than queries (He et al. 2019, arXiv:1911.05722, section 3.3). Results
-are the same for any number of ranks. B images, C channels.
-"""
+With groups, a key is normalised together with other images than its query, so that shared statistics do not tell which
+belong together (He et al. 2019, arXiv:1911.05722, section 3.3). Results are the same for any number of ranks. B images,
+C channels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagleray.base import dist
 from eagleray.base.errors import UserError
 
-KERNELS = ("cuda", "xpu")  # device types with kernels for PyTorch's SyncBatchNorm, of NVIDIA and AMD, and of Intel
+KERNELS = ("cuda", "xpu")  # device types with kernels for PyTorch's SyncBatchNorm: GPUs of NVIDIA, AMD and Intel
 
 
 class PortableSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -50,7 +50,7 @@ def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
 
     Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d on a device other than those of KERNELS."""
     if device.type in KERNELS:
-        return convert_sync_batchnorm(module)  # timm's function keeps the activations of its own batch norms
+        return convert_sync_batchnorm(module)  # timm's function keeps the activations in its own batch norms
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
             raise UserError(
@@ -67,8 +67,8 @@ class _NormEach(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return x (V, B, C) normalised, the means and variances (V, C), and the number of rows of a view, all
-        ranks'."""
+        """Return x (V, B, C) normalised for each view, the means and variances (V, C), and the number of rows per view;
+        statistics are over all ranks."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = wide.mean(1)  # (V, C)
         sums = torch.stack([own, (wide - own.unsqueeze(1)).square().sum(1)])
@@ -132,8 +132,8 @@ def _norm_each(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, views: int) -> 
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
     """Batch norm with separate statistics for each `group` consecutive images; in the paper a group is one GPU's batch.
 
-    A group may be spread over several ranks with equally many images. It is not a subclass of PyTorch's `_BatchNorm`,
-    which would be synchronised over all ranks."""
+    A group may be spread over several ranks with equally many images. The class does not inherit from `_BatchNorm`,
+    because `sync_batch_norms` would turn it into a norm over all ranks."""
 
     group: int  # images per group; the last group of a batch may be smaller
     images: int | None = None  # number of this rank's images if each has several consecutive rows; None: one row each
@@ -144,7 +144,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
         assert self.running_var is not None
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        group = self.group * (len(x) // (self.images or len(x)))  # rows
+        group = self.group * (len(x) // (self.images or len(x)))  # rows per group
         if dist.size() > 1 and len(x) < group:
             return self._over_ranks(x, group)
         parts = x.split(group)
@@ -207,16 +207,16 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
 
 
 def count_images(module: nn.Module, images: int) -> None:
-    """Tell the grouped batch norms of a module how many images this rank has, whose inputs have several rows per image.
+    """Tell the grouped batch norms of a module this rank's number of images, if images have several rows each.
 
-    It holds until the next call, so that it also holds when the backward pass computes activations again."""
+    The number holds until the next call, so also when the backward pass computes activations again."""
     for child in module.modules():
         if isinstance(child, GroupedBatchNorm):
             child.images = images
 
 
 def check_groups(group: int, rows: tuple[int, ...]) -> None:
-    """Raises UserError unless every rank has whole groups, or every group whole ranks with equally many rows."""
+    """Raises UserError unless `group` divides every rank's rows, or groups are whole ranks of equally many rows."""
     counts = sorted(set(rows))
     if any(n % group for n in rows) and not (len(counts) == 1 and group % counts[0] == 0 == sum(rows) % group):
         given = ", ".join(map(str, counts))
@@ -231,11 +231,11 @@ def shuffle(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
 
-    With `group` None the order does not matter and is unchanged. Raises UserError when groups do not fit the rows."""
+    With `group` None the order does not matter and is unchanged. Raises UserError when `check_groups` does."""
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)
-    generator = torch.Generator(x.device).manual_seed(seed)  # a copy from the host would wait
+    generator = torch.Generator(x.device).manual_seed(seed)  # on the device: a copy from the host would wait for it
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

@@ -1,8 +1,7 @@
-"""Recomputes in the backward pass, instead of keeping it, the inside of each block, or the features of a micro-batch.
+"""Saves memory: activations inside of each block or micro-batch are not stored, but recomputed in the backward pass.
 
 Activation checkpointing keeps only the input of a block (Chen et al. 2016, arXiv:1604.06174). Micro-batches run a
-network on a few images at a time and give the gradient of the whole batch (Gao et al. 2021, arXiv:2101.06983).
-"""
+network on a few images at a time and give the gradient of the whole batch (Gao et al. 2021, arXiv:2101.06983)."""
 
 import functools
 import types
@@ -28,7 +27,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def without_checkpoints(claim: Callable[[nn.Module], bool], block: nn.Module) -> bool:
-    """Return what `claim` returns for a block whose `checkpoint_blocks` is undone during the call."""
+    """Return claim(block); during the call, the effect of `checkpoint_blocks` on the block is undone."""
     own: Any = vars(block).get("forward")
     if getattr(own, "__func__", None) is not _forward:
         return claim(block)
@@ -56,7 +55,7 @@ def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None],
 
 @contextmanager
 def _copied_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the buffers of modules by copies while the context is open, so that they do not change."""
+    """Replace the buffers of modules by copies while the context is open, so that the originals stay unchanged."""
     tables = [module._buffers for module in modules]
     before = [dict(table) for table in tables]
     for table in tables:

@@ -1,8 +1,7 @@
 """Class attention: one token attends to the others, which do not attend to it (Touvron et al. 2021, arXiv:2103.17239).
 
 The aggregation of SelfPatch (Yun et al. 2022, arXiv:2206.07990) is two such blocks, without LayerScale. n sets of N
-patches, D channels, H heads.
-"""
+patches, D channels, H heads."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ class Aggregation(nn.Module):
         return out
 
     def aggregate_neighbours(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
-        """Aggregate the k most similar neighbours of each patch of x (B, N, D), without the patch itself: (B, N, D)."""
+        """Return, for each patch of x (B, N, D), an aggregate (B, N, D) of its k most similar neighbours only."""
         index, mask = most_similar_neighbours(x, grid, k, wrap=wrap)  # (B, N, k)
         near = x[torch.arange(len(x), device=x.device).view(-1, 1, 1), index]  # (B, N, k, D)
         return self(near.flatten(0, 1), mask.flatten(0, 1)).view_as(x)
@@ -64,7 +63,7 @@ class _Block(nn.Module):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.q(u[:, :1]), self.k(u), self.v(u))
         )  # (n, H, 1 or 1 + N, D / H)
-        # PyTorch's attention kernels are not used: they allow fewer sets than a batch has patches.
+        # PyTorch's attention kernels are not used: they limit the batch size n, and there is a set for each patch.
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # (n, H, 1, 1 + N)
         if mask is not None:
             scores = scores.masked_fill(~F.pad(mask, (1, 0), value=True)[:, None, None], -torch.inf)

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def frozen_weights(net: nn.Module) -> list[Tensor]:
-    """Return the weights that no step changes: those of backbones with adapters, without the adapters."""
+    """Return the weights that no step changes: the weights of backbones with adapters, except the adapters' own."""
     adapted = [module for module in net.modules() if hasattr(module, "adapted")]
     return [p for module in adapted for name, p in module.named_parameters() if not in_adapter(name)]
 
@@ -29,8 +29,8 @@ def sharing_copy(net: M) -> M:
 def ema_copy(net: M) -> M:
     """Return a momentum copy of `net`, which gradients do not train.
 
-    It has no dropout or drop path, sees every patch and does not change rotary positions. It stays in training mode, so
-    its batch norms use the statistics of the batch."""
+    It has no dropout or drop path, sees every patch and does not augment rotary positions. It stays in training mode,
+    so its batch norms use the statistics of the batch."""
     out = sharing_copy(net).requires_grad_(False)
     out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # `momentum_copies` reads it
     for module in out.modules():
@@ -73,7 +73,9 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
 
 @torch.no_grad()
 def average(target: nn.Module, online: nn.Module, decay: float) -> None:
-    """Average the parameters and batch norm's buffers, for an averaged copy that does not run while training."""
+    """Move the parameters and floating-point buffers of `target` towards those of `online`, and copy other buffers.
+
+    The buffers are batch norm's statistics, which an averaged copy that does not run in training cannot collect."""
     ema_update(target, online, decay)
     pairs = list(zip(target.buffers(), online.buffers(), strict=True))
     if floats := [pair for pair in pairs if pair[0].is_floating_point()]:

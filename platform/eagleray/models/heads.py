@@ -34,7 +34,7 @@ def drop_gradients(*modules: nn.Module) -> None:
 
 
 def zero_loss(module: nn.Module) -> Tensor:
-    """Return a loss of zero that gives every parameter a gradient of zero, because ranks wait for every gradient."""
+    """Return a loss of zero with a gradient of zero for every parameter, because ranks wait for all gradients."""
     return 0 * torch.stack([p.sum() for p in module.parameters()]).sum()
 
 

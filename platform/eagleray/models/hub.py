@@ -1,7 +1,6 @@
 """Files of the Hugging Face Hub, from its cache on this machine or downloaded.
 
-Without a network, an error comes within PATIENCE seconds; the Hub's own client would try for a minute.
-"""
+Without a network, an error comes within PATIENCE seconds; the Hub's own client would try for a minute."""
 
 import urllib.error
 import urllib.request
@@ -25,8 +24,8 @@ TOKEN = "set HF_TOKEN to a token that may read it"
 def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
     """Return the first of the files `names` that a repository has. `repository` may end with `@` and a revision.
 
-    Raises UserError when the repository has none, or the Hub does not answer or wants a token; the message begins with
-    `given`, the key and value of a recipe."""
+    Raises UserError when the repository has none of them, or the Hub does not answer or wants a token; the message
+    begins with `given`, the key and value of a recipe."""
     name, _, revision = repository.partition("@")
     try:
         for file in names:
@@ -54,7 +53,7 @@ def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
 def timm_overlay(cfg: PretrainedCfg | None, given: str) -> dict[str, Any]:
     """Return changes to the configuration of timm's pretrained weights that let timm read a file from `fetch`.
 
-    They are empty if timm gets the weights in another way. Raises UserError as `fetch` does."""
+    The result is empty if timm gets the weights in another way. Raises UserError as `fetch` does."""
     if cfg is None or cfg.file or not cfg.hf_hub_id or cfg.custom_load == "hf":
         return {}
     named = cfg.hf_hub_filename
@@ -71,12 +70,12 @@ def check_network(url: str, given: str) -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE)
         except urllib.error.HTTPError:
-            pass  # an answer
+            pass  # an HTTP error is an answer too
         except (OSError, ValueError) as e:
             return one_line(getattr(e, "reason", e))
         return ""
 
-    asked = begin(ask, "hub")  # a thread can be left, but a name look-up has no time limit
+    asked = begin(ask, "hub")  # in a thread that can be abandoned, as a DNS look-up has no time limit
     wait([asked], PATIENCE)
     if problem := asked.result() if asked.done() else "no answer":
         raise UserError(f"{given}: not in the Hub's cache on this machine, and {url} cannot be reached ({problem})")

@@ -1,9 +1,10 @@
-"""Groups the parameters of a method into layers by their names: patch projection, blocks, other backbone, heads."""
+"""Groups the parameters of a method into layers by their names: patch projection, blocks, rest of backbone, heads."""
 
 import re
 from collections.abc import Sequence
 
-TRUNK, HEADS = "trunk", "heads"  # layers of parameters outside the backbone's blocks, and outside the backbone
+# TRUNK: the backbone's parameters in no block and not in the input layer. HEADS: all parameters outside the backbone.
+TRUNK, HEADS = "trunk", "heads"
 INPUT = ("patch_embed", "stem", "conv1")  # module names of the layer that sees the pixels
 _BACKBONE = "backbone.model."
 _LAYER = re.compile(

@@ -1,8 +1,7 @@
-"""Checkpoints of the authors of DINO, EsViT, iBOT, DINOv2, DINOv3, SelfPatch, MoCo v3 and MoBY, told by their keys.
+"""Recognises checkpoints of DINO's, EsViT's, iBOT's, DINOv2's, DINOv3's, SelfPatch's, MoCo v3's and MoBY's authors.
 
-Tensors outside of backbones get the names that they have in eagleray's methods; those of a backbone keep the authors'
-names, which `weights.fill` reads.
-"""
+The keys of a checkpoint tell its authors. Tensors outside of backbones get the names that they have in eagleray's
+methods; those of a backbone keep the authors' names, which `weights.fill` reads."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +34,7 @@ def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
 def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
     """Return a checkpoint of DINO, EsViT, iBOT, DINOv2, DINOv3 or SelfPatch; None if it has no teacher.
 
-    It has a teacher, centres and nearly always a student."""
+    These checkpoints have a teacher, centres and nearly always a student."""
     if not tensors_in(_mapping(checkpoint, TEACHER)):
         return None
     states = {role: tensors_in(_mapping(checkpoint, role)) for role in (STUDENT, TEACHER)}
@@ -49,8 +48,8 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
     return Layout(_dino_authors(checkpoint, states[TEACHER]), TEACHER, backbones, parts, heads)
 
 
-# Maps the authors' names of heads to eagleray's. iBOT's layers for patches alone (IBOT_PATCHES) belong to no method
-# here: if patches share the head of images, they repeat its layers.
+# DINO_HEADS maps the authors' names of heads to eagleray's. IBOT_PATCHES matches iBOT's layers for patches alone, which
+# belong to no method here: if patches share the head of images, these layers repeat that head's.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
 DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
 DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # SelfPatch's names
@@ -81,7 +80,7 @@ def _dino_backbone(state: State) -> Iterator[tuple[str, Tensor]]:
 def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the heads under eagleray's names, without iBOT's layers for patches alone.
 
-    Weight-normalised prototypes get the names of PyTorch's newer function, also if they have the older ones."""
+    Weight-normalised prototypes get the names of PyTorch's newer function, also if the file has the older names."""
     for theirs, ours in DINO_HEADS.items():
         for key in (k for k in state if k.startswith(theirs) and not IBOT_PATCHES.search(k)):
             name = key.removeprefix(theirs)
@@ -91,7 +90,7 @@ def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def moco_v3(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoCo v3: two encoders, with the projector in place of the classifier. None for others."""
+    """Return a checkpoint of MoCo v3: two encoders with the projector as classifier. None for any other file."""
     state = tensors_in(_mapping(checkpoint, "state_dict"))
     encoders = {STUDENT: "base_encoder.", TEACHER: "momentum_encoder."}
     if not all(any(k.startswith(prefix) for k in state) for prefix in encoders.values()):
@@ -113,7 +112,7 @@ MOBY_HEADS = {"projector.": "student.head.", "projector_k.": "teacher.head.", "p
 
 
 def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoBY: two encoders, their projectors, a predictor and two queues that share a position."""
+    """Return a checkpoint of MoBY: two encoders, their projectors, a predictor and two queues with one write index."""
     state = tensors_in(_mapping(checkpoint, "model"))
     if not {"queue1", "queue2", "queue_ptr"} <= state.keys() or state["queue_ptr"].numel() != 1:
         return None
@@ -127,7 +126,7 @@ def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def _moby_mlp(state: State) -> State:
-    """Return the tensors of an MLP, named by their layer's index; 0 is a module of MoBY's that does nothing."""
+    """Return the tensors of an MLP, named by their layer's index: MoBY's minus 1, as its layer 0 does nothing."""
     hidden = [int(m[1]) for k in state if (m := re.match(r"linear_hidden\.(\d+)\.", k))]
     last = max(hidden, default=-1) + 1  # the ReLU in front has no tensors
     named = {re.sub(r"^linear_hidden\.(\d+)", lambda m: str(int(m[1]) - 1), k): v for k, v in state.items()}
@@ -146,7 +145,7 @@ def _under(state: State, prefix: str) -> State:
 
 
 def _vit_heads(backbone: State, heads_of: Callable[[int], int | None]) -> dict[str, int]:
-    """Return the number of attention heads of each block of a ViT; none for other backbones and unknown widths."""
+    """Return the number of attention heads of each block of a ViT; empty for other backbones and unknown widths."""
     layers = {k.removesuffix(".qkv.weight"): v.shape[1] for k, v in backbone.items() if k.endswith(".attn.qkv.weight")}
     blocks = {name: heads_of(width) for name, width in layers.items() if name.startswith("blocks.")}
     return {name: heads for name, heads in blocks.items() if heads}

@@ -2,8 +2,7 @@
 
 A layer with weights W computes W x + (alpha / rank) B A x. Only A and B are trained. B starts at zero, so the first
 outputs are those of the starting weights; A starts like PyTorch's linear layers, as in the authors' code. Norms, biases
-and position tables are frozen too, so what a run changes in its backbone is A and B, which can be merged into W.
-"""
+and position tables are frozen too, so what a run changes in its backbone is A and B, which can be merged into W."""
 
 import copy
 import hashlib
@@ -26,7 +25,7 @@ from eagleray.models.tensor_files import hash_tensors
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
-# Layer names of each target, for models that divide it into several layers.
+# Names of a target's layers, also in models that divide the target into several layers.
 PARTS = {"qkv": ("qkv", "q_proj", "k_proj", "v_proj"), "fc1": ("fc1", "fc1_g", "fc1_x")}
 
 
@@ -80,9 +79,9 @@ def adapt(backbone: "Backbone", settings: Lora) -> None:
                 if settings.rank > (most := min(layer.weight.shape)):
                     raise UserError(f"backbone.lora.rank={settings.rank}: {target} has {most} channels at its end")
                 layer.lora = Adapter(layer, settings)
-                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # names stay
+                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # keeps layer names
         if hasattr(block.attn, "qkv_bias_separate"):
-            block.attn.qkv_bias_separate = True  # otherwise Eva reads the weights of qkv, without its adapter
+            block.attn.qkv_bias_separate = True  # otherwise Eva uses qkv's weights directly, without the adapter
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ KEY = re.compile(r"""['"]([\w.-]+)['"]\s*:""")
 
 @functools.cache
 def _names() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of models, with ours and those that timm has renamed, and the names of weights, MODEL.TAG."""
+    """Return the names of all models, also eagleray's and timm's deprecated ones, and of all weights, MODEL.TAG."""
     found = importlib.util.find_spec("timm")
     assert found
     assert found.origin
@@ -33,7 +33,7 @@ def has_model(name: str) -> bool:
     base = name.partition(".")[0]
     if not _is_read():
         register_ours()
-    timm = sys.modules.get("timm")  # a plug-in with a backbone has imported timm and registered it
+    timm = sys.modules.get("timm")  # imported by any plug-in that registers a backbone with it
     return base in _names()[0] or bool(timm and timm.is_model(base))
 
 
@@ -43,7 +43,7 @@ def register_ours() -> None:
 
 
 def _is_read() -> bool:
-    """Return whether the names in timm's source were found: another version may register its models in another way."""
+    """Return whether names were found in timm's source; another version of timm may register models differently."""
     models, weights = _names()
     return models.issuperset(TESTED) and bool(weights)
 
@@ -55,7 +55,7 @@ def no_model(name: str, key: str = "backbone.name") -> UserError:
 
 
 def check_network(network: Network, section: str) -> None:
-    """Raises UserError when a section of a recipe names a model that does not exist, or weights of timm that do not."""
+    """Raises UserError when a section of a recipe names a model that does not exist, or weights that timm lacks."""
     if not has_model(network.name):
         raise no_model(network.name, f"{section}.name")
     if network.weights:
@@ -65,7 +65,8 @@ def check_network(network: Network, section: str) -> None:
 def check_weights(source: str, given: str = "") -> None:
     """Raises UserError when a source is timm:NAME and timm has no weights NAME; the message begins with `given`.
 
-    A tag that only other models have may pass, as timm composes some names when it is imported."""
+    A tag passes if any model has it: names are read from timm's source, which lacks the names MODEL.TAG that timm
+    composes when it is imported."""
     (models, weights), name = _names(), source.removeprefix(TIMM)
     base, _, tag = name.partition(".")
     known = has_model(name)

@@ -31,7 +31,7 @@ def is_public(source: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lora:
-    """Low-rank adapters, described in docs/finetune.md: only they are trained, not the weights beside them."""
+    """Low-rank adapters, described in docs/finetune.md: only they are trained, not the backbone's own weights."""
 
     rank: PositiveInt = 16  # rank of the matrices that are added to the weights
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0  # the matrices are added with weight alpha / rank
@@ -50,7 +50,8 @@ class Network:
     weights: str | None = None
     drop_path: Share = 0.0  # rate of stochastic depth in the trained network; momentum copies drop nothing
     init: Literal["timm", "moco", "mae"] = "timm"  # the initial weights of a ViT: as in timm, MoCo v3 or MAE
-    # A ViT's position table. timm, dino: trained, resampled as there to any size; sincos: fixed (MoCo v3); or none
+    # A ViT's position table. timm, dino: trained, and resampled to any size as timm or DINO does; sincos: fixed (MoCo
+    # v3); or none
     position: Literal["timm", "sincos", "dino", "none"] = "timm"
     # A ViT's pooled vector. timm: as the timm model pools; mean: of the patches, without class token and final norm;
     # norm_mean: mean of the patches after the final norm, without class token

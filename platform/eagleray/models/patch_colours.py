@@ -1,7 +1,7 @@
-"""Corrupts patches, and computes the mean colours that masked patch prediction predicts (Dosovitskiy et al. 2021).
+"""Corrupts patches, and computes the mean colours that masked patch prediction predicts (Dosovitskiy et al. 2021,
+arXiv:2010.11929, appendix B.1.2).
 
-arXiv:2010.11929, appendix B.1.2. B images, N patches on a grid of h x w, n of them corrupted.
-"""
+B images, N patches on a grid of h x w, n of them corrupted."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.base.rng import step_generator
 
-LEVELS = 8  # levels of each channel, 3 bits
+LEVELS = 8  # levels of each colour channel, which take 3 bits
 
 
 class Corruption(NamedTuple):
@@ -32,8 +32,8 @@ def corrupt(
 ) -> Corruption:
     """Draw the corruption of each image of this rank, the same for any number of ranks.
 
-    `shares` are the share of patches that are corrupted and, among them, the shares that are masked and exchanged. An
-    exchanged patch is replaced by any other patch of its image."""
+    `shares` are the share of patches that are corrupted and, of the corrupted patches, the shares that are masked and
+    exchanged. An exchanged patch is replaced by any other patch of its image."""
     size, g = (sum(rows), grid[0] * grid[1]), step_generator(seed, device)
     corrupted, masked, exchanged = shares
     order = torch.rand(size, generator=g, device=device).argsort(dim=1, stable=True)

@@ -23,7 +23,7 @@ OURS = Pixels(MEAN, STD)
 
 
 def conversion(theirs: Pixels) -> Tensor:
-    """Return the factors and summands (2, 3) that turn pixels normalised as in our views into those of `theirs`."""
+    """Return the factors and summands (2, 3) that turn pixels normalised by our mean and std into those of `theirs`."""
     m0, s0, m1, s1 = (torch.tensor(x, dtype=torch.float64) for x in (*OURS, *theirs))
     return torch.stack([s0 / s1, (m0 - m1) / s1])
 
@@ -38,9 +38,8 @@ def convert(model: nn.Module, tensors: dict[str, Tensor], theirs: Pixels) -> boo
     """Change a model's `tensors`, trained with pixels of `theirs`, so that its features are the same with our pixels.
 
     Return whether this is possible exactly; if not, the tensors stay as they are. The conversion is a factor and a
-    summand for each channel, which a convolution takes into its weight and bias, but not if it pads with zeros: another
-    colour would have to be padded. Without a bias, the summands go into the positions that a ViT adds to its
-    patches."""
+    summand for each channel, which a convolution takes into its weight and bias, but not if it pads with zeros, as the
+    padding is not converted. Without a bias, the summands go into the positions that a ViT adds to its patches."""
     if theirs == OURS:
         return True
     name, conv = first_convolution(model) or ("", None)
@@ -51,7 +50,7 @@ def convert(model: nn.Module, tensors: dict[str, Tensor], theirs: Pixels) -> boo
     factor, summand = conversion(theirs).view(2, 1, 3, 1, 1)
     kind, kernel = tensors[weight].dtype, tensors[weight].double()  # (D, 3, h, w)
     shift = (kernel * summand).sum((1, 2, 3))  # (D,)
-    if conv.bias is not None:  # a bias that the source lacks is zero there
+    if conv.bias is not None:  # a bias that `tensors` lack is zero
         tensors[bias] = (tensors[bias].double() + shift if bias in tensors else shift).to(kind)
     elif isinstance(model, VisionTransformer | Eva) and "pos_embed" in tensors:
         table = tensors["pos_embed"].double()  # (1, P + N, D), the N patches last

@@ -26,7 +26,7 @@ class Pyramid(nn.Module):
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the mean (B, C) of tokens (B, h, w, C), or its class scores."""
+        """Return the class scores of the mean (B, C) of tokens (B, h, w, C), or with `pre_logits` the mean itself."""
         x = x.mean((1, 2))
         out: Tensor = x if pre_logits else self.head(x)
         return out

@@ -11,13 +11,12 @@ from eagleray.base.rng import step_generator
 class Memory(nn.Module):
     """A buffer of features from earlier steps.
 
-    A step with a bad gradient is skipped, and other buffers are then restored from a copy. This buffer is too large to
-    be copied before each step, so only finite rows are written.
-    """
+    A step whose gradient is not finite is skipped, and other buffers are then restored from a copy. This buffer is too
+    large to be copied before each step, so only finite rows are written."""
 
 
 class Queue(Memory):
-    """The last K keys, unit vectors of C channels. The oldest are overwritten first; they are random at the start."""
+    """The last K keys, unit vectors of C channels. The oldest are overwritten first. A new queue has random keys."""
 
     keys: Tensor  # (C, K)
     next: Tensor  # () the column to write next
@@ -54,7 +53,7 @@ class Bank(Memory):
         self.rows[index] = torch.where(torch.isfinite(v).all(1, keepdim=True), v, self.rows[index])
 
     def move(self, index: Tensor, v: Tensor, momentum: float) -> None:
-        """Replace the rows `index` (B,) by their mean with v (B, C), scaled to length one; `momentum` weights them."""
+        """Replace rows `index` (B,) by momentum * rows + (1 - momentum) * v, scaled to length one; v is (B, C)."""
         self.write(index, F.normalize(momentum * self.rows[index] + (1 - momentum) * v, dim=1))
 
 
@@ -62,7 +61,6 @@ def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, dev
     """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
 
     A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
-    the seed alone, so it is the same for any number of ranks and after a restart.
-    """
+    the seed alone, so it is the same for any number of ranks and after a restart."""
     drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
     return dist.own(drawn, rows)

@@ -1,9 +1,8 @@
 """Finds the tensors of a backbone in a file, and gives them the names and the shapes that they have in the model.
 
-Of all mappings, prefixes and naming schemes, those are taken whose tensors fit the model best. If several fit equally
-well, an average is preferred to the weights it averages, and the network that its authors evaluate to the other one. N
-patches, P prefix tokens (class token and registers), D channels.
-"""
+All mappings, prefixes and naming schemes are tried, and the tensors that fit the model best are taken. If several fit
+equally well, averaged weights are preferred to those that they average, and of a network and its momentum copy the one
+that the authors evaluate. N patches, P prefix tokens (class token and registers), D channels."""
 
 import contextlib
 import io
@@ -20,16 +19,16 @@ from torch import Tensor, nn
 
 from eagleray.models.tensor_files import State, unwrap_name
 
-# Words in the names of mappings and prefixes, preferred ones first. BYOL's and MoCo v3's authors evaluate the trained
-# encoder, whose copy may be the target; I-JEPA's the target, beside which no word names the original; DINO's the
-# teacher.
+# Words in the names of mappings and prefixes, preferred ones first. Authors of BYOL and MoCo v3 evaluate the trained
+# encoder, such as online or base, whose copy may be the target. I-JEPA's evaluate the target, and no word names the
+# network that it copies. DINO's evaluate the teacher.
 AVERAGES = {"ema", "averaged", "swa"}
 PREFERRED: list[set[str]] = [{"online", "base", "q", "query"}, {"target"}, set(), {"teacher"}, {"student"}]
 PREFERRED += [{"momentum", "k", "key"}, {"optimizer", "optim", "exp"}]
 USUAL = ("state_dict", "model")  # names of mappings that are preferred to others
-LEAST = 0.5  # least share of a backbone's elements, or of the file's if these are fewer, below a prefix that is tried
+LEAST = 0.5  # a prefix is tried if it has this share of the backbone's elements, or of the file's if these are fewer
 BIAS = ".attn.qkv.bias"
-CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2 numbers groups of blocks, and the blocks of all groups
+CHUNK = re.compile(r"blocks\.\d+\.(\d+\.)")  # DINOv2's blocks.GROUP.BLOCK, where BLOCK counts through all groups
 
 
 class Place(NamedTuple):
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Return a sort key that is smaller for places preferred to others whose tensors fit as well."""
+        """Return a sort key: of places whose tensors fit equally well, the one with the smallest key is preferred."""
         words = set(re.split(r"[._]", f"{self.mapping}.{self.prefix}".lower()))
         roles = [n for n, role in enumerate(PREFERRED) if role & words]
         usual = next((n for n, name in enumerate(USUAL) if name in self.mapping), len(USUAL))
@@ -52,9 +51,8 @@ class Place(NamedTuple):
 
 
 def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, list[str]]:
-    """Return the place whose tensors fit a model best, the tensors by the model's names, and equally good places.
-
-    These have other tensors that fit as well."""
+    """Return the place whose tensors fit a model best, the tensors by the model's names, and the names of all places
+    whose other tensors fit as well."""
     own: State = model.state_dict()
     found = [(place, read) for place in _places(places, own) for read in _readings(place, model)]
     fitting = [_fitting(read, own) for _, read in found]
@@ -66,7 +64,7 @@ def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, l
 
 
 def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
-    """Yield the places in a file below which there are enough elements, the outer ones first."""
+    """Yield the places in a file that have enough elements (LEAST), each before the places inside of it."""
     sizes: Counter[tuple[str, str]] = Counter()
     for mapping, tensors in places.items():
         for name, tensor in tensors.items():
@@ -78,7 +76,7 @@ def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
 
 def _readings(place: Place, model: nn.Module) -> Iterator[State]:
     """Yield the possible readings of the tensors at a place: with the names in the file, then with timm's."""
-    own = {unwrap_name(k): k for k in model.state_dict()}  # a model may have a wrapper's name among its own
+    own = {unwrap_name(k): k for k in model.state_dict()}  # the model's own names may look wrapped
     below = {k.removeprefix(place.prefix): v for k, v in place.tensors.items() if k.startswith(place.prefix)}
     below = {own.get(k, k): v for k, v in below.items()}
     yield from _renamed(below, model)
@@ -87,7 +85,7 @@ def _readings(place: Place, model: nn.Module) -> Iterator[State]:
 
 
 def _renamed(below: State, model: nn.Module) -> Iterator[State]:
-    """Yield tensors with the names that they have, then with those that timm makes of their authors' names."""
+    """Yield tensors with their own names, then with the names that timm gives to tensors of the model's authors."""
     yield below
     rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if rename is None:
@@ -97,10 +95,11 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
             renamed = rename(dict(below), model)
     except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
         return
-    # Only the names are taken from timm: `shaped` does what its resizing and its sums of tensors would do. If timm
-    # moves a name, as that of a Swin's downsampling, the tensor of that name here is another one, of another shape.
+    # Only the names are taken from timm; resizing and sums of tensors are left to `shaped`. A name that timm moves to
+    # another layer, as in Swin's downsampling, is in `below` too, but for another tensor, told by its shape.
     mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
-    # timm leaves out DINOv3's biases for its models without them. If one is not zero, the features would differ.
+    # timm drops DINOv3's qkv biases for models without such biases. Biases other than zero are kept, as the features
+    # would differ without them.
     kept = {k: v for k, v in below.items() if k.endswith(BIAS) and not _has_bias(k, renamed) and v.any()}
     yield {k: below[k] if k in mine else v for k, v in renamed.items()} | kept
 
@@ -127,7 +126,7 @@ NAMES = (
     (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
     (r"^layernorm\.", "norm."),
 )
-# DINOv3's names in transformers: for ViTs those of its authors, which timm reads, and for ConvNeXts those of timm.
+# DINOv3's names in transformers become the authors' names for ViTs, as timm reads these, and timm's for ConvNeXts.
 DINOV3 = (
     (r"^embeddings\.patch_embeddings\.", "patch_embed.proj."),
     (r"^embeddings\.register_tokens$", "storage_tokens"),
@@ -214,8 +213,8 @@ def shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Te
 def _positions(table: Tensor, grid: list[int], rows: int) -> Tensor | None:
     """Return a position table (1, P + N, D) for another grid and number of prefix tokens.
 
-    Returns None when its patches are no square. The class token comes first; a prefix token that the table lacks gets
-    the position zero."""
+    Returns None when the table's patches form no square. The class token comes first; a prefix token that the table
+    lacks gets the position zero."""
     prefix = rows - math.prod(grid)
     had = next((p for p in (prefix, 1, 0) if math.isqrt(table.shape[1] - p) ** 2 == table.shape[1] - p), None)
     if had is None:

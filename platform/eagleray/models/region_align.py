@@ -1,7 +1,6 @@
-"""RoIAlign for one box per image, in front of a CNN's last stage (He et al. 2017, arXiv:1703.06870, as in "C4").
+"""RoIAlign for one box per image, before a CNN's last stage, as in "C4" (He et al. 2017, arXiv:1703.06870).
 
-B images, D channels, maps of h x w cells. Boxes (B, 4) are left, top, right and bottom.
-"""
+B images, D channels, maps of h x w cells. Boxes (B, 4) are left, top, right and bottom."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ def check_convolutional(backbone: Backbone) -> None:
 
 
 def pooled_regions(backbone: Backbone, images: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Return the pooled vectors (B, D) of one box, in pixels, of each image (B, 3, S, S).
+    """Return the pooled vectors (B, D) of one box of each image (B, 3, S, S); `boxes` (B, 4) are in pixels.
 
     The last stage sees only the box, as side x side cells cut from the map of the stage before."""
     size = backbone.at_once
@@ -47,18 +46,18 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
 
 
 def roi_align(maps: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Return the cells (B, D, side, side) of one box, in cells, of each map (B, D, h, w).
+    """Return one box of each map (B, D, h, w), resampled to (B, D, side, side); `boxes` (B, 4) are in cells of the map.
 
     The result is that of torchvision's roi_align with `aligned=True` and an adaptive number of samples. With one box
-    per image the mean of bilinear samples is a product with a matrix for the rows and one for the columns. Their
-    gradients have a fixed order on a GPU; those of torchvision's kernel have none."""
+    per image the mean of bilinear samples is a product with a matrix for the rows and one for the columns. On a GPU its
+    gradient is summed in a fixed order, unlike that of torchvision's kernel."""
     left, top, right, bottom = boxes.unbind(1)
     rows, columns = (_weights(*x, side) for x in ((top, bottom, maps.shape[2]), (left, right, maps.shape[3])))
     return rows.unsqueeze(1).to(maps.dtype) @ maps @ columns.unsqueeze(1).mT.to(maps.dtype)
 
 
 def _weights(first: Tensor, last: Tensor, cells: int, side: int) -> Tensor:
-    """Return the weights (B, side, cells) of a map's cells for a box that reaches from `first` to `last` (B,)."""
+    """Return the weights (B, side, cells) of a map's cells on one axis, for boxes from `first` to `last`, (B,) each."""
     first, step = first.view(-1, 1, 1), ((last - first) / side).view(-1, 1, 1)
     most = -(-LONGEST * cells // side)
     samples = step.ceil().clamp(1, most)

@@ -2,10 +2,9 @@
 
 RoPE is by Su et al. 2021, arXiv:2104.09864. In training the box of coordinates is changed as in DINOv3 (Siméoni et al.
 2025, arXiv:2508.10104, section 3.2), by as much as timm's options `rope_shift_coords`, `rope_jitter_coords` and
-`rope_rescale_coords` say. timm draws one box for all blocks, and different ones on every rank. Here every block has its
-own, as in the authors' code; it follows from the step, so it is the same on all ranks and after a restart. L blocks, a
-grid of h x w = N patches, C channels of a head.
-"""
+`rope_rescale_coords` say. timm draws one box for all blocks, but another one on every rank. Here every block has a box
+of its own, as in the authors' code, which depends only on the step, so it is the same on all ranks and after a restart.
+L blocks, a grid of h x w = N patches, C channels of a head."""
 
 import math
 from typing import Any
@@ -47,9 +46,9 @@ def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | 
 
 
 def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
-    """Return sines and cosines (L, N, 2 C) for every block of a `rotary` model and a grid (h, w).
+    """Return sines and cosines (L, N, 2 C) of patches' angles for every block of a `rotary` model and a grid (h, w).
 
-    In training they are those of boxes that the seed and the grid determine."""
+    In training, the coordinates of patches are in random boxes, which the seed and the grid determine."""
     rope, blocks, device = model.rope, len(model.blocks), model.rope.periods.device
     if not (rope.training and rope.aug_active):
         whole = torch.zeros(1, 2, device=device)
@@ -63,9 +62,10 @@ def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
 
 
 def turned(periods: Tensor, grid: tuple[int, int], shift: Tensor, scale: Tensor) -> Tensor:
-    """Return sines and cosines (L, N, 2 C) of the angles of patches at (x + shift) * scale.
+    """Return sines and cosines (L, N, 2 C) of the angles of patches at the coordinates (x + shift) * scale.
 
-    `shift` and `scale` (L, 2) are for rows and columns; there are C / 4 periods. Without both, x goes from -1 to 1."""
+    x (N, 2) are the patches' centres in an image whose rows and columns go from -1 to 1. `shift` and `scale` are
+    (L, 2), `periods` (C / 4,)."""
     at = [(2 * torch.arange(n, device=periods.device) + 1) / n - 1 for n in grid]
     x = torch.stack(torch.meshgrid(*at, indexing="ij"), -1).flatten(0, 1)  # (N, 2)
     x = (x + shift.unsqueeze(1)) * scale.unsqueeze(1)  # (L, N, 2)

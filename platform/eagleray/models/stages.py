@@ -40,7 +40,7 @@ def blocks_of(stage: nn.Module) -> list[nn.Module]:
     """Return the blocks of a stage. A ViT's stage is a block, which is returned itself."""
     inner = getattr(stage, "blocks", stage)
     members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [stage]
-    return [m for m in members if next(m.children(), None) is not None]  # not the layers between stages
+    return [m for m in members if next(m.children(), None) is not None]  # without single layers such as an embedding
 
 
 def modules(model: Any, parts: Parts) -> list[nn.Module]:
@@ -49,7 +49,7 @@ def modules(model: Any, parts: Parts) -> list[nn.Module]:
 
 
 def widths(model: Any, parts: Parts) -> list[int]:
-    """Return the number of output channels of each of these parts of a model."""
+    """Return the number of output channels of each of the `parts` of a model."""
     if parts == "last":
         return [model.num_features]
     each = stages(model)

@@ -1,9 +1,8 @@
-"""Reads the tensors of files that any trainer wrote, and runs no code of theirs.
+"""Reads the tensors of files that any trainer wrote, and runs no code from these files.
 
 PyTorch's restricted reader builds tensors and plain values. Objects of other classes become empty stand-ins, so that
 options, paths and NumPy's numbers beside the tensors do no harm. A file that would call functions of Python's own
-library, other than those for data such as a path or a date, is refused.
-"""
+library, other than those for data such as a path or a date, is refused."""
 
 import _compat_pickle
 import builtins
@@ -33,7 +32,7 @@ KEY = "backbone.weights"  # key of a recipe that errors name by default
 DATA = {"argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re"}
 DATA |= {"typing", "uuid"}
 LEGACY_PICKLES = 4  # number of pickles in a file from before PyTorch 1.6: mark, version, machine and content
-NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's codes of plain numbers
+NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's type codes of plain numbers, such as f4
 # Matches what DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")
 CLASS = "stands_for"  # attribute of a stand-in with the name of its class
@@ -56,7 +55,7 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
         named = [(".".join(name), ".".join(_of_python_3(name))) for name in set(_named(path))]
         stand_ins: list[Any] = [(_stand_in(new), name) for old, new in named for name in {old, new}]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated types of storage can be read
+            warnings.simplefilter("ignore")  # PyTorch warns about deprecated types of storage
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
         if "operand" in (reason := _reason(e)):
@@ -79,11 +78,11 @@ def load_tensors(path: Path, key: str = KEY) -> dict[str, Any]:
 def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
     """Return the tensors of each mapping with tensors, at any depth, and the classes of objects that were not read.
 
-    The key of a mapping is its place, such as `state_dict`; outer ones come first."""
+    The key of a mapping is its place, such as `state_dict`; outer mappings come first."""
     found: dict[str, State] = {}
     unread: dict[str, None] = {}
     queue: deque[tuple[str, Mapping[Any, Any] | list[Any] | tuple[Any, ...]]] = deque([("", content)])
-    seen = {id(content)}  # a mapping may hold itself
+    seen = {id(content)}  # as a mapping may contain itself
     while queue:
         place, values = queue.popleft()
         if state := tensors_in(named := values if isinstance(values, Mapping) else dict(enumerate(values))):
@@ -109,12 +108,12 @@ def unwrap_name(name: str) -> str:
 
 
 def class_of(value: Any) -> str:
-    """Return the name of the class that an empty stand-in stands for; an empty text for other values."""
+    """Return the name of the class that an empty stand-in stands for; an empty string for any other value."""
     return str(vars(value).get(CLASS, "")) if type(value) is Counter and not value else ""
 
 
 def _named(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of each Python object that a PyTorch file names, without creating any."""
+    """Yield module and name of each class or function that a PyTorch file names, without creating an object."""
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
             file.seek(0)
@@ -134,18 +133,18 @@ def _globals(file: Any) -> Iterator[tuple[str, str]]:
             if opcode.name == "GLOBAL":
                 module, _, name = str(argument).partition(" ")
                 yield module, name
-    except ValueError:  # PyTorch's reader will report what is no pickle
+    except ValueError:  # no pickle, which PyTorch's reader will report
         return
 
 
 def _of_python_3(named: tuple[str, str]) -> tuple[str, str]:
-    """Return module and name as Python 3 has them. Pickle writes those of Python 2; PyTorch translates only some."""
+    """Return module and name as in Python 3. Pickle writes Python 2's names, of which PyTorch translates only some."""
     module, name = named
     return _compat_pickle.NAME_MAPPING.get(named) or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
 
 
 def _stand_in(name: str) -> type:
-    """Return a class that stands for another one in a file. Its objects are empty, whatever their arguments."""
+    """Return a class that replaces the class or function `name` of a file. Its objects are empty for any arguments."""
     if name in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
         return _Array
     if name == "numpy.dtype":
@@ -170,7 +169,7 @@ def _of_python(name: str) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a name of Python's own library is one of data. `getattr` is allowed, as it alone calls nothing."""
+    """Return whether a name of Python's own library is that of a data type, or `getattr`, which alone calls nothing."""
     module, _, own = name.partition(".")
     if module == "builtins":
         return own == "getattr" or isinstance(getattr(builtins, own, None), type)
@@ -201,7 +200,7 @@ class _Array:
     tensor: Tensor | None = None
 
     def __init__(self, *_: Any) -> None:
-        """The shape comes with the state."""
+        """Ignore the arguments; the shape comes with the state."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, numbers, column_major, data = state

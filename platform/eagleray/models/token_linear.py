@@ -1,8 +1,7 @@
 """Computes linear layers of many tokens as 1 x 1 convolutions, which are twice as fast on some CPUs.
 
 PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD's CPUs, and convolves with oneDNN, which uses AVX-512
-there too. Decision 45 has the figures.
-"""
+there too. docs/decisions/0045-linear-layers-on-amd.md has the figures."""
 
 import functools
 from collections.abc import Iterator
@@ -17,21 +16,21 @@ from torch.nn import functional
 Network = TypeVar("Network", bound=nn.Module)
 
 CPUINFO = Path("/proc/cpuinfo")
-ROWS = 256  # fewest rows of an input; with fewer, reading the weights is the larger part of the work
+ROWS = 256  # fewest input rows for a convolution; with fewer, reading the weights is the larger part of the work
 # Fewest images into which rows are divided: with fewer, PyTorch multiplies matrices even in a 1 x 1 convolution.
 IMAGES = 16
-PIXELS = 256  # longest side of an image; with more pixels, gradients of weights are slow
+PIXELS = 256  # most pixels of an image, one per row; with more, gradients of weights are slow
 
 
 class TokenLinear(nn.Linear):
     """A linear layer that convolves if its input has many rows.
 
-    In eval mode it always convolves, with rows of zeros added if there are too few. Then the output of a row does not
-    depend, by a single bit, on the other rows, as that of a matrix product does. So features are equal however images
-    are divided into batches and workers."""
+    In eval mode it always convolves, with rows of zeros added if there are too few. Then every bit of a row's output is
+    independent of the other rows, unlike in a matrix product. So features are equal however images are divided into
+    batches and workers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # these choose kernels themselves
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # both choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
         if not self.training:
@@ -86,13 +85,13 @@ def plain(network: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def convolutions_are_faster() -> bool:
-    """Return whether this machine's CPU is one of AMD with AVX-512."""
+    """Return whether this machine has an AMD CPU with AVX-512, and PyTorch has oneDNN."""
     amd = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
     return amd and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @functools.cache
 def divided(rows: int) -> int:
-    """Return into how many images of equal size at least ROWS rows are divided; some rows may be left over."""
+    """Return the number of equal images into which `rows` >= ROWS rows are divided; some rows may be left over."""
     least = max(IMAGES, -(-rows // PIXELS))
     return next((n for n in range(least, rows // IMAGES + 1) if rows % n == 0), least)

@@ -9,8 +9,7 @@ If only the class token of the last block is needed, every token still gives a k
 projection and the MLP are computed for the class token alone. The block then costs a sixth; outputs and gradients are
 those of the whole block, up to rounding.
 
-B images, N patches, n of them kept, P prefix tokens, such as the class token, T tokens in all, D channels.
-"""
+B images, N patches, n of them kept, P prefix tokens, such as the class token, T tokens in all, D channels."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ class Hidden(NamedTuple):
     """Patches that a token or other patches replace. A grid of h x w = N patches, D channels."""
 
     mask: Tensor  # (B, h, w) true for a patch that the token hides
-    token: Tensor  # (1, D)
+    token: Tensor  # (1, D) replaces the hidden patches
     source: Tensor | None = None  # (B, N) index of the patch that is shown at each position; None: its own
 
 
@@ -53,7 +52,7 @@ def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:
 
 
 def packable(model: Any) -> bool:
-    """Return whether `packed_features` can compute the model's output; of timm's models, only plain ViTs'."""
+    """Return whether `packed_features` supports a model; of timm's models, it supports only plain ViTs."""
     if hasattr(model, "forward_sizes"):
         return bool(model.packs())
     return type(model) is VisionTransformer and all(map(plain, model.blocks)) and even(drop_rates(model.blocks))
@@ -87,8 +86,8 @@ def packed_features(model: Any, sizes: Sequence[Tensor], hidden: Hidden | None =
 def packed_tokens(
     model: Any, sizes: Sequence[Tensor], hidden: Hidden | None = None
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the input of a ViT's blocks: the tokens (T, D) of images of several sizes, and each size's shape (B,
-    N)."""
+    """Return the input of a ViT's blocks, the tokens (T, D) of images of several sizes, and the shape (B, N) of each
+    size."""
     tokens = [embedded(model, x, None if i else hidden) for i, x in enumerate(sizes)]
     return joined([x.flatten(0, 1) for x in tokens]), [(x.shape[0], x.shape[1]) for x in tokens]
 
@@ -114,7 +113,7 @@ def hide(patches: Tensor, hidden: Hidden) -> Tensor:
 def packed_blocks(
     blocks: Sequence[Any], x: Tensor, shapes: Sequence[tuple[int, int]], factors: Tensor | None
 ) -> Tensor:
-    """Return the output (T, D) of blocks for tokens (T, D); `factors` (blocks, 2, crops) are those of drop path."""
+    """Return the output (T, D) of blocks for tokens (T, D); `factors` (blocks, 2, crops) are drop path's."""
     for block, (keep1, keep2) in zip(blocks, of_tokens(factors, shapes, len(blocks)), strict=True):
         x = add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep1)
         x = add(x, block.ls2(block.mlp(block.norm2(x))), keep2)
@@ -132,7 +131,7 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def add(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
-    """Return x plus a residual branch, both (T, D), multiplied by drop path's factors `keep` (T, 1); None: by 1."""
+    """Return x + keep * branch for x and a residual `branch` (T, D); `keep` (T, 1) are drop path's factors; None: 1."""
     return x + branch if keep is None else torch.addcmul(x, branch, keep)
 
 
@@ -168,9 +167,9 @@ def even(rates: Sequence[float]) -> bool:
 
 
 def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | None:
-    """Draw the factors (blocks, 2, crops) of all branches together: 0 with a branch's rate, else 1 / (1 - rate).
+    """Draw drop path's factors (blocks, 2, crops) of all branches: 0 with a branch's rate, else 1 / (1 - rate).
 
-    `rates` has two for each block and rises linearly. None stands for factors of 1."""
+    `rates` has two equal entries for each block and rises linearly. None is returned for factors of 1."""
     if not any(rates):
         return None
     # The rates are computed on the device, as it would wait for a copy from the host.
@@ -182,7 +181,9 @@ def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | N
 def of_tokens(
     factors: Tensor | None, shapes: Sequence[tuple[int, int]], blocks: int
 ) -> Sequence[Sequence[Tensor | None]]:
-    """Return the factors (T, 1) of both branches of each block, equal for all tokens of a crop; `shapes` are (B, N)."""
+    """Return drop path's factors (T, 1) for both branches of each block, equal for all tokens of a crop.
+
+    `factors` are (blocks, 2, crops), and `shapes` (B, N) for each size."""
     if factors is None:
         return [(None, None)] * blocks
     parts = factors.flatten(0, 1).split([b for b, _ in shapes], 1)
@@ -192,7 +193,7 @@ def of_tokens(
 
 
 def drops_patches(model: Any) -> bool:
-    """Return whether `visible_tokens` trains all of a model: of timm's, plain ViTs without layers after pooling."""
+    """Return whether `visible_tokens` trains a whole model: of timm's, plain ViTs without layers after the pooling."""
     return (
         type(model) is VisionTransformer
         and model.attn_pool is None
@@ -203,7 +204,7 @@ def drops_patches(model: Any) -> bool:
 def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
     """Return the output of a ViT's `forward_features`, tokens (B, P + n, D), for some patches of images (B, 3, S, S).
 
-    These are at the positions `kept` (B, n), counted row by row; the others are dropped before the first block."""
+    Patches are kept at the positions `kept` (B, n), counted row by row; others are dropped before the first block."""
     x, first = embedded(model, images), model.num_prefix_tokens
     tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
     out: Tensor = model.norm(model.blocks(tokens))
@@ -228,7 +229,7 @@ def keep_patches(model: Any, share: float) -> None:
 
 
 def class_token_pooled(model: Any) -> bool:
-    """Return whether a model's pooled vector is the class token of a block that `class_tokens` computes."""
+    """Return whether a model's pooled vector is the class token, and `class_tokens` can compute its last block."""
     return (
         type(model) is VisionTransformer
         and model.global_pool == "token"
@@ -246,7 +247,7 @@ def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
 
     The images have one size or, if the model packs, several."""
     *blocks, last = model.blocks
-    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # drop path draws by block
+    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # blocks draw drop path themselves
         x = embedded(model, sizes[0])
         for block in blocks:
             x = block(x)
@@ -262,7 +263,7 @@ def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _factors_of(drop: nn.Module, x: Tensor) -> Tensor | None:
-    """Draw the factors (B, 1) of a branch for tokens (B, N, D), with the same random numbers as timm."""
+    """Draw drop path's factors (B, 1) for a branch on tokens (B, N, D), with the same random numbers as timm."""
     return drop(x.new_ones(len(x), 1)) if isinstance(drop, DropPath) and drop.drop_prob and drop.training else None
 
 

@@ -21,7 +21,7 @@ from eagleray.base.errors import UserError
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch norm of tokens (B, ..., D), over images and tokens. `settings` are timm's device and dtype of a norm."""
+    """Batch norm of tokens (B, ..., D), over images and tokens. `settings` are timm's device and dtype for norms."""
 
     def __init__(self, dim: int, **settings: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class TokenBatchNorm(nn.Module):
 
 
 class BatchNormBlock(Block):  # type: ignore[misc]
-    """A block of ViT-BN (section 6.1), with batch norm before the MLP.
+    """A block of MoCo v3's ViT-BN (section 6.1), with batch norm before the MLP.
 
     The norms before attention and at the end of the network stay layer norms: with all of them replaced, training does
     not converge."""
@@ -44,9 +44,8 @@ class BatchNormBlock(Block):  # type: ignore[misc]
 
 
 class ConvStem(PatchEmbed):  # type: ignore[misc]
-    """Four 3x3 convolutions of stride 2 and a 1x1 convolution replace the patch projection.
-
-    As in the authors' code, after Xiao et al. 2021, arXiv:2106.14881."""
+    """Four 3x3 convolutions of stride 2 and a 1x1 convolution replace the patch projection, as in MoCo v3's code, after
+    Xiao et al. 2021, arXiv:2106.14881."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -105,10 +104,10 @@ def _dino_position(self: Any, x: Tensor) -> Tensor:
 
 
 def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
-    """Resample a grid (1, D, h, w) bicubically by these factors."""
+    """Resample a grid (1, D, h, w) bicubically; `scale` has the factors of h and w."""
     if grid.is_cpu or not torch.are_deterministic_algorithms_enabled():
         return F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    # The gradient of F.interpolate has no fixed order on a GPU; that of an equal product with a matrix has.
+    # On a GPU, the gradient of F.interpolate is summed in no fixed order; that of an equal product with a matrix is.
     h, w = grid.shape[2:]
     each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
     with torch.autocast(grid.device.type, enabled=False):

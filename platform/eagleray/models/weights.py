@@ -1,4 +1,4 @@
-"""Pretrained weights are read from timm or a file of tensors and matched with a backbone, key by key."""
+"""Reads pretrained weights from timm, the Hub or a file of tensors, and matches them with a backbone, key by key."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
     state: State
     heads: dict[str, int]
     key: str = KEY  # the key of the recipe that named the source; empty without a recipe
-    pixels: Pixels | None = OURS  # mean and std of their training's pixels; None: the source does not tell, but should
+    pixels: Pixels | None = OURS  # pixel mean and std that the weights were trained with; None: the source lacks them
     places: Mapping[str, State] = {}  # used instead of `state` for a file: the tensors of each of its mappings
     unread: Sequence[str] = ()  # classes of objects in the file that were not read
 
@@ -48,7 +48,7 @@ class Weights(NamedTuple):
         return f"{self.key}={self.source}" if self.key else self.source
 
     def unconverted(self) -> "Weights":
-        """Return the same weights for a backbone whose images are already converted to their mean and std."""
+        """Return the same weights for a backbone whose images already have the mean and std of these weights."""
         return self if self.pixels is None else self._replace(pixels=OURS)
 
 
@@ -64,8 +64,8 @@ class FillReport:
     missing: Sequence[str]
     left: Sequence[str]
     share: float  # share of the backbone's parameters that was filled, by number of elements
-    warning: str = ""  # warning about the mean and std of the weights' training
-    choice: str = ""  # the place of the tensors, if others fit as well
+    warning: str = ""  # warning about the pixel mean and std of the weights' training
+    choice: str = ""  # note on the tensors' place in the file, if tensors at other places fit as well
 
     def __str__(self) -> str:
         counts = f"{len(self.matched)} tensors matched, {len(self.resized)} resized, {len(self.missing)} missing"
@@ -102,8 +102,8 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillRe
     """Copy the tensors that fit into the backbone, which then takes pixels normalised with our mean and std.
 
     Raises UserError when less than the share `ENOUGH` of the backbone's parameters fits, and when the shapes agree but
-    the architecture is another one; with `whole` also when the weights have layers inside of the backbone that it
-    lacks, so that its features would differ."""
+    the architecture is another one; with `whole` also when the source has layers inside of its backbone that this
+    backbone lacks, so that features would differ."""
     model = backbone.model
     own: State = {k: v for k, v in model.state_dict().items() if not in_adapter(k)}
     place, state, others = best(weights.places or {"": weights.state}, model)
@@ -156,7 +156,7 @@ def check_finite(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
 def _check(
     model: nn.Module, weights: Weights, report: FillReport, fitted: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raises UserError when the weights do not belong to this architecture."""
+    """Raises UserError when too few tensors fit, or when attention heads or batch norms differ from the model's."""
     given = weights.given
     if report.share < ENOUGH:
         much = f"has {report.share:.1%} of the backbone's parameters, expected {ENOUGH:.0%} or more"
@@ -180,7 +180,7 @@ def _check(
 
 
 def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]) -> None:
-    """Raises UserError when the weights have layers inside of the backbone that it lacks."""
+    """Raises UserError when the weights have layers inside of their backbone that the model lacks."""
     own, buffers = model.state_dict(), {name.rpartition(".")[2] for name, _ in model.named_buffers()} | BUFFERS
     inside = {name for name, part in model.named_children() if next(part.parameters(), None) is not None}
     inside -= _classifiers(model)  # the norm in ConvNeXt's classifier belongs to the backbone
@@ -199,7 +199,7 @@ def _check_whole(model: nn.Module, weights: Weights, state: Mapping[str, Tensor]
 
 
 def _classifiers(model: nn.Module) -> set[str]:
-    """Return the names of the top modules with the classifiers of a timm model, which a backbone does not have."""
+    """Return the top-level modules that contain a timm model's classifiers, which a backbone does not have."""
     named = getattr(model, "default_cfg", {}).get("classifier") or ()
     return {name.partition(".")[0] for name in ([named] if isinstance(named, str) else named)}
 

@@ -1,7 +1,6 @@
 """CvT, a vision transformer with convolutions (Wu et al. 2021, arXiv:2103.15808), in the form that EsViT trains.
 
-That form has four stages and attention in windows (Li et al. 2022, arXiv:2106.09785, table 6).
-"""
+That form has four stages and attention in windows (Li et al. 2022, arXiv:2106.09785, table 6)."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,8 +22,7 @@ class CvT(Pyramid):
     """Four stages of a convolution, which shrinks the grid, and blocks of attention in windows.
 
     The first stage divides the sides of the grid by 4, each later one by 2. Tokens are (B, C, h, w): B images, C
-    channels. There are no position embeddings: the paper's text has relative ones, the released model has none.
-    """
+    channels. There are no position embeddings: the paper's text has relative ones, the released model has none."""
 
     def __init__(
         self,
@@ -77,8 +75,7 @@ class Block(nn.Module):
 class WindowAttention(nn.Module):
     """Attention within windows of s x s tokens, on tokens (B, C, h, w).
 
-    A 3 x 3 convolution comes before the queries, keys and values, and it crosses the borders of windows.
-    """
+    A 3 x 3 convolution comes before the queries, keys and values, and it crosses the borders of windows."""
 
     def __init__(self, dim: int, heads: int, window: int) -> None:
         super().__init__()
@@ -96,7 +93,7 @@ class WindowAttention(nn.Module):
         m, n = x.shape[2] // s, x.shape[3] // s
         qkv = self.qkv(x).view(b, 3, self.heads, -1, m, s, n, s).permute(1, 0, 4, 6, 2, 5, 7, 3)
         q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
-        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c: all channels, not a head's, as released
+        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c: channels of all heads, as released
         out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
         out = self.proj(out[:, :, :h, :w])
         return out

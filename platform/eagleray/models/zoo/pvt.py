@@ -36,9 +36,9 @@ class PVT(Pyramid):
         mlp_ratios: Sequence[int] = (8, 8, 4, 4),
         drop_path_rate: float = 0.0,
     ) -> None:
-        """Build the stages for position tables of images of `img_size` pixels.
+        """Build the stages, whose position tables are for images of `img_size` pixels.
 
-        `reductions` divide the sides of the grid of keys and values."""
+        `reductions` are the factors by which the grid of keys and values is smaller on each side."""
         super().__init__()
         self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
@@ -64,8 +64,7 @@ class PVT(Pyramid):
 class Stage(nn.Module):
     """A patch embedding with positions, then transformer blocks with spatial-reduction attention.
 
-    The blocks are timm's global blocks of Twins (Chu et al. 2021, arXiv:2104.13840), which are those of PVT.
-    """
+    The blocks are timm's global blocks of Twins (Chu et al. 2021, arXiv:2104.13840), which equal PVT's blocks."""
 
     def __init__(self, before: int, dim: int, patch: int, size: int, blocks: Iterable[Block]) -> None:
         super().__init__()

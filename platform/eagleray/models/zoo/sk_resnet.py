@@ -3,8 +3,7 @@
 Selective kernels (Li et al. 2019, arXiv:1903.06586) mix two streams of convolutions, channel by channel, with weights
 that depend on the image. SimCLR v2's authors have two streams of 3x3 kernels instead of kernels of two sizes, each over
 all input channels, and the stem and shortcuts of ResNet-D (He et al. 2018, arXiv:1812.01187). timm's `skresnet50`
-divides the input between its streams, so it is another network.
-"""
+divides the input between its streams, so it is another network."""
 
 from typing import Any
 
@@ -15,7 +14,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
-RATIO, LEAST = 16, 32  # a block's channels divided by those that give the mixing weights, and the fewest of the latter
+RATIO, LEAST = 16, 32  # a block's channels per hidden channel of its attention; fewest hidden channels
 
 CFG = {"first_conv": "conv1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({f"resnet{depth}_sk": CFG for depth in (50, 101, 152)})
@@ -28,7 +27,7 @@ class SKResNet(ResNet):
         channels = [width * c for c in (64, 128, 256, 512)]
         stem = {"stem_type": "deep", "stem_width": width * 32}
         super().__init__(SKBottleneck, channels=channels, avg_down=True, **stem, **options)  # type: ignore[arg-type]
-        # As TensorFlow pads: an even side is padded at its end alone.
+        # The padding is TensorFlow's: an even side is padded at its end alone.
         self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # type: ignore[assignment]
 
     def init_weights(self, zero_init_last: bool = True) -> None:

@@ -2,8 +2,7 @@
 
 Swin: Liu et al. 2021, arXiv:2103.14030; EsViT: Li et al. 2022, arXiv:2106.09785, appendix A. The weights have the same
 names and shapes as timm's. Where whole windows fill the grid of every shifted block, the outputs too are timm's, up to
-the epsilon of the layer norms. That is so for images of 224 pixels, but not of 96.
-"""
+the epsilon of the layer norms. That is so for images of 224 pixels, but not of 96."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,7 +35,7 @@ Grid = tuple[int, int, int] | torch.Size  # B crops of h x w tokens
 
 
 class Windows(NamedTuple):
-    """The positions of a grid's n tokens in the windows of a block: P positions in W windows of N, with padding."""
+    """Maps between a grid's n tokens and the P positions, padding included, of a block's W windows of N positions."""
 
     take: Tensor  # (P,) index of the token at each position of the windows, n for padding
     back: Tensor  # (n,) position of each token
@@ -50,7 +49,7 @@ class PadFirst(SwinTransformerBlock):
     shift and windows together are one reordering of the tokens, computed once for each grid. B images, a grid of h x w
     tokens, C channels."""
 
-    layouts: dict[tuple[Any, ...], Windows]  # shared by all blocks of a model
+    layouts: dict[tuple[Any, ...], Windows]  # a cache that all blocks of a model share
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output (B, h, w, C) for tokens x (B, h, w, C)."""
@@ -76,7 +75,7 @@ class PadFirst(SwinTransformerBlock):
 
     def _attn_sizes(self, x: Tensor, shapes: Sequence[Grid]) -> Tensor:
         """Return the attention's output (T, C) for the tokens x (T, C) of crops of several sizes."""
-        # Each size is computed alone: joining their tokens and these tokens' gradients would take longer than it saves.
+        # Each size is computed alone: joining the sizes' tokens and gradients would take longer than it saves.
         parts = x.to(product_dtype(x)).split([b * h * w for b, h, w in shapes])
         outs = [self._attn(part.view(*shape, -1)) for part, shape in zip(parts, shapes, strict=True)]
         return joined([out.flatten(0, 2) for out in outs])
@@ -100,7 +99,7 @@ class PadFirst(SwinTransformerBlock):
 
 
 class WindowAttention(timm.models.swin_transformer.WindowAttention):  # type: ignore[misc]
-    """timm's attention within windows, without scores in memory if the device's attention takes a mask."""
+    """timm's attention within windows. Scores are not stored if the device's fused attention kernel takes a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the output (W, N, C) for tokens of windows (W, N, C); `mask` (V, N, N) repeats for every V windows."""
@@ -141,8 +140,7 @@ class EsViTSwin(SwinTransformer):
     """timm's Swin transformer with `PadFirst` blocks, for images of any size.
 
     If the grid of a stage fits into one window for images of `img_size`, this stage never shifts its window, whatever
-    the size of later images. The smaller grid of a smaller image is padded to the window.
-    """
+    the size of later images. The smaller grid of a smaller image is padded to the window."""
 
     def __init__(self, **options: Any) -> None:
         norm = partial(nn.LayerNorm, eps=1e-6)

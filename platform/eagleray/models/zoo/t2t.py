@@ -63,7 +63,7 @@ class T2TViT(nn.Module):
         return out
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the class token (B, D) of tokens (B, 1 + N, D), or its class scores."""
+        """Return the class scores of tokens (B, 1 + N, D) or, with `pre_logits`, their class token (B, D)."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,8 +74,7 @@ class TokensToToken(nn.Module):
     """The tokens-to-token module: three splits into overlapping patches, with a performer after the first two.
 
     A split turns each patch into a token; the next split treats these tokens as pixels. The last split is followed by a
-    linear projection.
-    """
+    linear projection."""
 
     patch_size = (16, 16)
 
@@ -101,8 +100,8 @@ class TokensToToken(nn.Module):
 class Performer(nn.Module):
     """A transformer block with one head of linear attention (Choromanski et al. 2021, arXiv:2009.14794).
 
-    It narrows tokens from `dim` to C channels, so the residual connection adds the attention's output to the values. M
-    random features."""
+    It narrows tokens from `dim` to C = `out` channels, so the residual connection adds the attention's output to the
+    values. The attention has M random features."""
 
     w: Tensor  # (M, C) random features, never trained
 

@@ -1,7 +1,6 @@
 """ViL, a multi-scale vision longformer (Zhang et al. 2021, arXiv:2103.15358), in the form that EsViT trains.
 
-That form has four stages and relative positions (Li et al. 2022, arXiv:2106.09785, table 6).
-"""
+That form has four stages and relative positions (Li et al. 2022, arXiv:2106.09785, table 6)."""
 
 import itertools
 from collections.abc import Sequence
@@ -161,8 +160,7 @@ class FullAttention(Attention):
 class WindowAttention(Attention):
     """Attention of each patch to the global tokens, its own window of s x s patches and the 8 windows around it.
 
-    In training, each call uses a random one of the 8 windows. A global token attends to every token.
-    """
+    In training, each call uses only a random one of the 8 windows around. A global token attends to every token."""
 
     def __init__(self, dim: int, heads: int, tokens: int, window: int) -> None:
         reach = (2 * window, 2 * window)
@@ -190,7 +188,7 @@ class WindowAttention(Attention):
     def bias(self, grid: Grid, near: list[int]) -> Tensor:
         """Return the bias (m, n, H, s * s, G + 9 * s * s) of m x n windows: minus infinity outside the image.
 
-        If `near` lists fewer than 9 windows of keys, 9 stands for their number."""
+        In shapes, 9 stands for the number of windows in `near`, whose patches are the keys."""
         bias = self.table[torch.cat([self.index[:, i] for i in near], 1)].permute(2, 0, 1)  # (H, s * s, 9 * s * s)
         inside = torch.ones(1, grid[0] * grid[1], 1, device=bias.device)
         inside = gather(cut(inside, grid, self.window), near).squeeze(0).mT  # (m, n, 1, 9 * s * s)
