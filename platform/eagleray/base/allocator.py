@@ -4,9 +4,9 @@ import ctypes
 import sys
 from typing import Any
 
-# glibc's M_MMAP_MAX = 0 and M_TRIM_THRESHOLD = 1 GiB. By default glibc maps each block above M_MMAP_THRESHOLD, which is
-# at most 32 MiB, separately and unmaps it when it is freed.
-MMAPS, TRIM = (-4, 0), (-1, 2**30)  # numbers of the settings with their values in blocks and bytes
+# Arguments of glibc's mallopt. By default glibc maps each block above M_MMAP_THRESHOLD, which is at most 32 MiB,
+# separately, and unmaps it when it is freed.
+MMAPS, TRIM = (-4, 0), (-1, 2**30)  # (M_MMAP_MAX, 0 blocks) and (M_TRIM_THRESHOLD, 1 GiB)
 
 
 def keep_freed_memory() -> bool:
@@ -22,8 +22,7 @@ def keep_freed_memory() -> bool:
 def give_back() -> None:
     """Return the memory of freed tensors to the system.
 
-    Each thread has its own part of glibc's memory, which other threads cannot always use.
-    """
+    Each thread has its own arena in glibc, whose free memory other threads cannot always use."""
     if trim := _of_glibc("malloc_trim"):
         trim(0)
 

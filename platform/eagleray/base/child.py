@@ -33,8 +33,8 @@ _watch()
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does, in a process group of its own and with SIGINT and SIGTERM blocked. The
-    command is killed when this process stops waiting for it."""
+    """Run a command as `subprocess.run` does, in a process group of its own and with SIGINT and SIGTERM blocked. Any
+    error while waiting for the command, such as a timeout, kills it."""
     with without_stop_signals():
         process = subprocess.Popen(command, process_group=0, **_pipes(options))
     with process, on_error(process.kill):
@@ -53,8 +53,8 @@ def run_python(
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Return what a function, given as `module:name`, returns in a process that then ends, to free what it imports.
-    Raises the UserError, Outage or RuntimeError that the function raises, and RuntimeError when the process dies."""
+    """Call a function, given as `module:name`, in a new process, which then ends and so frees what it imported. Return
+    the result. Raises the UserError, Outage or RuntimeError of the function, and RuntimeError when the process dies."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer"
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -69,7 +69,7 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 def serve() -> None:
-    """Call the function that is pickled on standard input, and write the answer to the file in the first argument."""
+    """Call the function pickled on standard input, and pickle its result or error to the file that argument 1 names."""
     path = Path(sys.argv[1])
     function, arguments, sys.argv = pickle.load(sys.stdin.buffer)  # the function sees the user's command line
     module, _, name = function.partition(":")
@@ -82,7 +82,7 @@ def serve() -> None:
 
 
 def words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why a process failed: the last line of its standard error, or its status if there is none."""
+    """Return why a process failed: the last line of its stderr, or its status if it wrote none or a signal ended it."""
     said = done.stderr.strip().splitlines() if done.returncode > 0 else []
     return said[-1] if said else f"its process ended with status {done.returncode}"
 
@@ -99,7 +99,7 @@ def without_stop_signals() -> Iterator[None]:
 
 
 def _pipes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `subprocess.Popen` for those of `run`, which captures output and errors by default."""
+    """Return the options for `subprocess.Popen` from those of `run`, which captures stdout and stderr by default."""
     given = {k: v for k, v in options.items() if k not in ("input", "timeout", "check")}
     pipes = {"stdin": subprocess.PIPE if "input" in options else subprocess.DEVNULL}
     return pipes | {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | given

@@ -17,7 +17,7 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """A context in which the attribute `name` of an object has another value."""
+    """A context in which the attribute `name` of `owner` is `value`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

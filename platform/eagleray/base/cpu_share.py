@@ -11,8 +11,8 @@ def give_cpus(count: float) -> None:
 
 
 def cpus() -> float:
-    """Return how many CPUs this process may use: the number from `give_cpus` or, without one, those of the machine,
-    divided by the number of ranks that torchrun has started on it."""
+    """Return how many CPUs this process may use: the `count` of `give_cpus` or, without a call, the CPUs that the
+    system allows this process, divided by the number of ranks that torchrun has started on the machine."""
     if NAME in os.environ:
         return float(os.environ[NAME])
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

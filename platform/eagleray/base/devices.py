@@ -1,8 +1,7 @@
 """The accelerator of this process, of any maker: NVIDIA, AMD, Intel, Apple or another that PyTorch supports.
 
 Other modules use these functions, `torch.Stream`, `torch.Event` and `torch.accelerator` instead of `torch.cuda`. Code
-that runs only on CUDA says so at its check.
-"""
+that runs only on CUDA says so where it checks the device."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from eagleray.base.contexts import replaced
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
-WIDE_SUMS = {"cuda"}  # device types (NVIDIA and AMD) that multiply 16-bit matrices into float32 in one operation
+WIDE_SUMS = {"cuda"}  # device types (NVIDIA and AMD) whose `torch.mm` can multiply 16-bit matrices into float32
 _pretending = False
 
 
@@ -30,8 +29,8 @@ def has_wide_sums(device: torch.device) -> bool:
 
 
 def pretending() -> AbstractContextManager[None]:
-    """A context in which functions here take the CPU for an accelerator, to trace steps with tensors that have no
-    values: on a machine without the accelerator, PyTorch creates such tensors only on the CPU."""
+    """A context in which this module treats the CPU as a CUDA device. It is for tracing steps with PyTorch's
+    FakeTensors, which a machine without the accelerator can create only on the CPU."""
     return replaced(sys.modules[__name__], "_pretending", True)  # a global, as a process traces one step at a time
 
 
@@ -40,7 +39,8 @@ def _kind(device: torch.device) -> str:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device copies from pinned memory during computation. Apple's has one stream and host memory."""
+    """Return whether a device can copy from pinned memory while it computes. Apple's has one stream and shares the
+    host's memory, so it does not."""
     return is_accelerator(device) and device.type != "mps"
 
 

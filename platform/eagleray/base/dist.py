@@ -1,9 +1,8 @@
 """Sum, gather and exchange tensors between the ranks of a run, and find a rank's own rows.
 
 Ranks may have different numbers of rows; an argument `rows` has the number of rows of every rank, in rank order. In a
-single process each operation returns its input. A tensor's rows may be divided among the ranks (FSDP2). Functions for
-such tensors also take plain ones, which count as their own share.
-"""
+single process each operation returns its input. The rows of a DTensor are divided among the ranks (FSDP2). Functions
+for DTensors also take plain tensors, and use all of their rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -27,8 +26,8 @@ def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
 
 
 def host_group() -> Any:
-    """Return a new group of all ranks for data on the host, with the timeout of the default group. Called by all ranks
-    together."""
+    """Return a new group of all ranks for tensors in host memory, with the timeout of the default group. Called by all
+    ranks together."""
     return dist.new_group(backend="gloo", timeout=_limit)
 
 
@@ -48,7 +47,7 @@ def offset(rows: Sequence[int]) -> int:
 
 
 def own(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return this rank's rows of a tensor (sum of rows, ...), such as one that each rank draws with the same seed."""
+    """Return this rank's rows of a tensor (sum of rows, ...) that all ranks have, such as draws from a common seed."""
     return x[offset(rows) :][: rows[rank()]]
 
 
@@ -67,7 +66,7 @@ def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def gather_together(columns: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the result of `gather` for each of several tensors (B, ...), with one exchange of their bytes."""
+    """Return the result of `gather` for each tensor (B, ...) in `columns`, with one exchange for all of them."""
     if size() == 1:
         return [x.detach() for x in columns]
     flat = [x.detach().contiguous().view(len(x), -1).view(torch.uint8) for x in columns]
@@ -113,9 +112,8 @@ class _TotalOfSameLoss(torch.autograd.Function):
 def total_of_same_loss(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Sum a tensor over all ranks, each of which computes the same loss from the sum.
 
-    The gradient is that of `total_with_grad`, but needs no exchange. The gradients of ranks differ only by the weights
-    of their losses, which are proportional to their numbers of rows.
-    """
+    The gradient is that of `total_with_grad`, but needs no exchange. Each rank's loss is weighted by its share of the
+    rows, so this rank's gradient divided by its share is the sum of the gradients of all ranks."""
     share = rows[rank()] / sum(rows)
     return _TotalOfSameLoss.apply(x, share) if size() > 1 else x  # type: ignore[no-any-return]
 
@@ -159,10 +157,10 @@ def gather_at_zero(x: T) -> list[T] | None:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Return the result of `work`, during which no rank may wait for another one.
+    """Run `work`, which must not wait for other ranks, on every rank, and return its result.
 
-    If it fails on one rank, it fails on all, so that no rank waits later for one that has failed. Raises the error of
-    this rank, or RuntimeError with the message of the first rank that failed."""
+    If it fails on one rank, all ranks raise an error, so that none waits later for the one that has failed: their own
+    error or, if they have none, RuntimeError with the message of the first rank that failed."""
     if size() == 1:
         return work()
     result, error = _attempt(work)
@@ -231,16 +229,15 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
-    """Return the norm of each tensor (P,), over the rows of all ranks.
+    """Return the Euclidean norms (P,) of P tensors, over the rows of all ranks.
 
-    `split` says whether plain tensors are only this rank's rows. None: only DTensors are split.
-    """
+    `split` says whether the tensors hold only this rank's rows. None: DTensors do, plain tensors do not."""
     split = sharded(tensors[0]) if split is None else split
     out = torch.stack(torch._foreach_norm(local(tensors)))
     return total(out.square()).sqrt() if split else out
 
 
 def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return the rows of a whole tensor that FSDP2 gives to a rank: equal parts; the last may be smaller or empty."""
+    """Return a rank's rows of an unsharded tensor under FSDP2: equal parts, the last perhaps smaller or empty."""
     rows = -(-len(whole) // ranks)
     return whole[rank * rows : (rank + 1) * rows]

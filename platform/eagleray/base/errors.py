@@ -39,15 +39,15 @@ class Futile(RuntimeError):
 
 @contextlib.contextmanager
 def named(key: str, hint: str = "") -> Iterator[None]:
-    """A context that makes the message of a UserError begin with the key that it is about, and end with a hint."""
+    """A context that puts `key` and a colon before the message of a UserError, and `hint` behind it."""
     try:
         yield
     except UserError as e:
         raise UserError(f"{key}: {e}{hint}") from None
 
 
-# A user and a password before a host. AWS keys have slashes, passwords any characters; digits after the colon may be a
-# port.
+# USER: a user name with its colon, unless a port follows. LOGIN: all from :// to the @ before a host, as AWS keys may
+# contain slashes, and passwords any character.
 USER = r"[^\s/@:]*:(?!\d+(?:[/?#\s]|$))"
 LOGIN = re.compile(rf"(?<=://)(?:{USER}\S{{0,400}}@|[^/\s]{{0,400}}@|{USER}[^@\n]{{0,80}}@)")
 # Parameters of URLs, including signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
@@ -73,14 +73,14 @@ def has_secrets(text: str) -> bool:
 def explained(
     message: str, *kinds: type[Exception], why: bool = True, error: type[UserError] = UserError
 ) -> Iterator[None]:
-    """A context that turns errors of these kinds into a UserError or other `error`: `message`, followed with `why` by a
-    colon and the original error in one line. A UserError passes unchanged."""
+    """A context that turns errors of these `kinds` into `error`, whose text is `message` and, if `why`, a colon and the
+    original error in one line. A UserError passes unchanged."""
     try:
         yield
     except UserError:
         raise
     except kinds as e:
-        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # `message` names the file
+        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # str(e) would repeat the path
         said += " is missing" * isinstance(e, KeyError)
         raise error(f"{message}: {said}" if why else message) from None
 
@@ -98,8 +98,8 @@ def reworded(*words: tuple[str, str]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line without secrets: the cause that a message of urllib3 wraps, if there is one.
-    Otherwise it is the first 300 characters of the message."""
+    """Return the message of an error in one line without secrets: the cause that an error of urllib3 wraps or, for
+    other errors, the first 300 characters."""
     text = hide_secrets(" ".join(str(error).split()))
-    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # urllib3 wraps it in three lines
+    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # the innermost message of urllib3's nested errors
     return cause[1] if cause else text[:300]

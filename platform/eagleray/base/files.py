@@ -20,10 +20,10 @@ from eagleray.base.contexts import on_error
 from eagleray.base.errors import Busy, UserError, explained
 
 log = logging.getLogger(__name__)
-LARGE = 2**53  # integers from here on are not exact in float64, and are taken for no number
+LARGE = 2**53  # integers from here on are not exact in float64, so they do not count as numbers
 # Errors that reading the fields of untrusted JSON may raise.
 NO_JSON = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
-LOCK = ".lock"  # file in a folder that the writing process locks
+LOCK = ".lock"  # name of the file that a process locks while it writes a folder
 LATE = "%s: %s; new lines are kept in memory until there is room"
 
 
@@ -34,7 +34,7 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
     After an error, `path` is unchanged. `part` sets the temporary path, if its name matters to the caller; it must be
     on the same file system as `path`.
     """
-    # A random name, as threads, and processes of two machines with the same id, must not share it.
+    # A random name, as threads, and processes with the same id on two machines, must not use the same one.
     part = part or path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield part
@@ -57,7 +57,7 @@ def durable_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file and flush it and its folder to the disk: readers see the old or new content, even after a
     power loss."""
-    # All writers use one name, so the next one overwrites the part file of a killed one.
+    # All writers of a file use one temporary name, so what a killed writer leaves is overwritten by the next writer.
     with atomic_path(path, part=path.with_name(f".{path.name}.part")) as part, part.open("wb") as f:
         f.write(content.encode() if isinstance(content, str) else content)
         f.flush()
@@ -113,15 +113,15 @@ def cache_folder(name: str) -> Path:
 class JsonLines:
     """Appends records to a file such as `metrics.jsonl`, one JSON object per line.
 
-    The file is opened for each call. Records for which a full disk has no room are kept in memory, and written by a
-    later call, which may have no records."""
+    The file is opened for each call. If the disk is full, records are kept in memory until a later call of `log`, even
+    without new records, can write them."""
 
     def __init__(self, path: Path, *, step: int | None = None, lines: int | None = None) -> None:
-        """Continue a file. Lines after `step`, or after so many `lines`, are dropped: their steps will be repeated."""
+        """Continue a file. Lines after `step`, or after the first `lines`, are deleted: the run repeats their steps."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
-        self.count = lines or 0  # records in the file, if `lines` gives their number at the start
-        # Written as by `append_lines`, so that the bytes of the lines that stay do not change.
+        self.count = lines or 0  # records in the file if `lines` is given, else records logged by this object
+        # Lines that stay are written as by `append_lines`, so that their bytes do not change.
         if step is not None:
             write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))
         if lines is not None:
@@ -148,12 +148,12 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl, whose values are numbers. Other values are left out."""
+    """Read the records of metrics.jsonl, without values that are not numbers."""
     return [{k: v for k, v in r.items() if is_number(v)} for r in read_history(path)]
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number that arrays can hold, which may be NaN."""
+    """Return whether a JSON value is a float, which may be NaN, or an integer that float64 holds exactly."""
     return type(value) is float or (type(value) is int and abs(value) < LARGE)
 
 
@@ -184,7 +184,7 @@ class Tail:
     """Reads the complete lines that are appended to a file, each once, at a cost that does not grow with the file."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
-        """With `whole`, the lines that the file already has are read too."""
+        """Begin at the end of the file or, with `whole`, at its beginning."""
         self.path = path
         self.offset = path.stat().st_size if path.exists() and not whole else 0
 
@@ -205,7 +205,7 @@ class Tail:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append objects to a file, each on its own line, also after an incomplete line.
+    """Append objects to a file, each on a line of its own, even if the file ends with an incomplete line.
 
     Raises OSError, and leaves the file unchanged, when the disk has no room for them."""
     data = _as_lines(records)
@@ -253,7 +253,7 @@ def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: 
 
 
 def _locked(file: IO[str], kind: int) -> bool:
-    """Return whether this process has got a lock of this `kind`. Raises UserError if the file system has no locks."""
+    """Try once to lock `file`, and return whether it worked. Raises UserError if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -269,7 +269,7 @@ def _locked(file: IO[str], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on a file, such as that of a folder."""
+    """Return whether a process holds the lock of a file, such as that of LOCK in a folder."""
     if not path.exists():
         return False
     with path.open() as file:

@@ -17,14 +17,14 @@ from eagleray.base import child
 from eagleray.base.contexts import replaced
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
-# The server gets a process group of its own: Slurm, `timeout` and Ctrl-C signal the command's, which saves first.
+# The server leaves the command's process group: Slurm, `timeout` and Ctrl-C must not end it before the command saves.
 APART = f"import os, signal; os.setpgid(0, 0); signal.pthread_sigmask(signal.SIG_UNBLOCK, {[*map(int, child.STOPS)]}); "
 _starting = threading.Lock()
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def start(modules: Sequence[str]) -> None:
-    """Start the server unless it runs, without waiting until it has imported `modules`, if they exist."""
+    """Start the server unless it runs. This call does not wait until it has imported those `modules` that exist."""
     if _server._preload_modules == ["__main__"]:  # Python's default, so nobody else has set up the server
         CONTEXT.set_forkserver_preload(list(modules))
     _start(util.spawnv_passfds)  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def start_here() -> None:
     CONTEXT.set_forkserver_preload([])
     vars(_server).pop("ensure_running", None)
     _start(_fork)
-    # A forked process cannot check the server, which is not its child, so this check is left out there.
+    # Python's check whether the server runs works only in the server's parent, so forked processes leave it out.
     vars(_server)["ensure_running"] = resource_tracker.ensure_running
 
 
@@ -50,7 +50,7 @@ def _start(execute: Callable[[Any, Sequence[str], Sequence[int]], int]) -> None:
         return execute(python, [*command[:-1], APART + path + command[-1]], descriptors)
 
     with _starting:
-        resource_tracker.ensure_running()  # it unblocks signals, which are blocked next
+        resource_tracker.ensure_running()  # called first, as it unblocks signals, which the next line blocks
         with replaced(util, "spawnv_passfds", apart), child.without_stop_signals():
             _server.ensure_running()
 

@@ -1,4 +1,4 @@
-"""Check numbers from callers in Python, as the command line checks its own."""
+"""Check numeric arguments of the Python API, as the command line checks its options."""
 
 from numbers import Integral, Real  # NumPy's numbers too
 from typing import Any

@@ -1,4 +1,4 @@
-"""Progress of long work: bars, and the time left."""
+"""Show the progress of long work: bars or lines, and the time left."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from eagleray.base.console import out, shows_live
 
 T = TypeVar("T")
 PHASE_LINES = 10  # largest number of lines per phase
-SHORT = 2.0  # seconds at the beginning of a phase without lines
+SHORT = 2.0  # seconds at the beginning of a phase in which no line is printed
 
 
 def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
@@ -35,7 +35,7 @@ def progress_bar(unit: str, *, left: bool = True) -> Progress:
 
 
 def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
-    """Yield the things, counted by a progress bar."""
+    """Yield the `things`, of which there are `total`, and count them on a progress bar."""
     with counting(what, unit) as tick:
         tick(0, total)
         for done, thing in enumerate(things, 1):
@@ -45,8 +45,8 @@ def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iter
 
 @contextmanager
 def counting(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A context with a function that shows the numbers of done and of all units: a bar with rate and time left on a
-    terminal, an occasional line elsewhere."""
+    """A context with a function of two numbers, the units done and the units in all, that shows them: as a bar with
+    rate and time left on a terminal, as an occasional line elsewhere."""
     with PhaseProgress(unit) as shown:
         yield partial(shown, what)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_lock = threading.Lock()  # a loader thread draws too if there are no loader processes
+_lock = threading.Lock()  # without loader processes, loader threads of this process draw too
 
 
 @contextmanager
@@ -26,6 +26,6 @@ def seed_global_generators(seed: int) -> Iterator[None]:
 
 
 def step_generator(seed: int, device: torch.device) -> torch.Generator:
-    """Return a generator with the seed `Progress.draw`, which depends on the step and the recipe's seed alone. A method
-    draws for the rows of all ranks and uses its own, so draws do not change with the number of ranks or a restart."""
+    """Return a generator for the draws of a step. `seed` is `Progress.draw`, which only step and recipe determine. Each
+    rank draws the rows of all ranks and uses its own, so neither the number of ranks nor a restart changes them."""
     return torch.Generator(device).manual_seed(seed)

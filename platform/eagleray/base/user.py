@@ -4,7 +4,7 @@ import contextlib
 import getpass
 import os
 
-NAME = "EAGLERAY_USER"  # set in jobs by the machine that submits them
+NAME = "EAGLERAY_USER"  # environment variable that the submitting machine sets for a job
 
 
 def user() -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class ShardAssignment:
     """The assignment of N items (the images of a source) to S shards."""
 
-    order: NDArray[np.int64]  # (N,) numbers of the items in the order of the shards
+    order: NDArray[np.int64]  # (N,) indices of the items, one shard after the other
     cuts: NDArray[np.int64]  # (S + 1,) position in `order` of the first item of each shard, and N
     seed: int
 
@@ -24,7 +24,7 @@ class ShardAssignment:
         within their shard."""
         group, url = items["group"].to_numpy(), items["url"]
         starts = np.r_[True, (group[1:] != group[:-1]) | (group[1:] < 0) | pc.not_equal(url[1:], url[:-1]).to_numpy()]
-        unit = np.cumsum(starts) - 1  # (N,) number of the unit that each item is read with
+        unit = np.cumsum(starts) - 1  # (N,) index of the unit, a row group or one item, that each item is read in
         rank = np.random.default_rng([seed, 0]).permutation(unit[-1] + 1)
         order = np.argsort(rank[unit], kind="stable")
         return cls(order, cut_evenly(items["size"].to_numpy()[order], size), seed)
@@ -33,7 +33,7 @@ class ShardAssignment:
         return len(self.cuts) - 1
 
     def rows(self, shard: int) -> NDArray[np.int64]:
-        """Return the items of a shard, numbered from 0 to N - 1, in the order in which they are written."""
+        """Return the indices, from 0 to N - 1, of a shard's items in the order in which they are written."""
         members = self.order[self.cuts[shard] : self.cuts[shard + 1]]
         return np.random.default_rng([self.seed, 1, shard]).permutation(members)
 

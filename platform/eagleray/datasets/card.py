@@ -1,4 +1,4 @@
-"""Read, write and print dataset.json, the card that lies beside shards, and describe shards that have none."""
+"""Read and write dataset.json, the card beside shards, and print such a card or one that `describe` has estimated."""
 
 import json
 import shlex
@@ -18,10 +18,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def write(folder: str, card: dict[str, Any]) -> None:
-    """Write a card into a folder.
-
-    The edges of its histograms are added, so that other programs can read them.
-    """
+    """Write a card into a folder. Bin edges are added to its histograms, so that other programs can read these."""
     from eagleray.datasets.pack import put_bytes  # imports PyTorch, which reading a card does not need
 
     bins = {
@@ -43,14 +40,13 @@ def find(folder: str) -> dict[str, Any] | None:
     with explained(f"{url}: not a {NAME} written by eagleray", *NO_JSON):
         card = json.loads(text)
         card |= {name: card[name]["counts"] for name in ("sides", "aspects")}
-        card.pop("sampled", None)  # `describe` adds this key itself
+        card.pop("sampled", None)  # a key that only `describe` may set
         _check(card)
         return card  # type: ignore[no-any-return]
 
 
 def _check(card: dict[str, Any]) -> None:
-    """Check the types of a card's shown fields, as it may come from a stranger. Raises KeyError, TypeError or the
-    like."""
+    """Check the types of an untrusted card's fields that are shown. Raises an error of NO_JSON."""
     dropped = list(card["dropped"].values())
     numbers = [card[name] for name in ("images", "bytes", "shards", "classes", "listed")]
     numbers += [*card["sides"], *card["aspects"], *card["formats"].values(), *(d["count"] for d in dropped)]
@@ -86,7 +82,7 @@ def lines(card: dict[str, Any]) -> Iterator[str]:
 def _lines(card: dict[str, Any]) -> Iterator[str]:
     stats = image_stats(card)
     classes = f" of {card['classes']:,} classes" if card["classes"] else ", no labels"
-    shards = f" in {card['shards']:,} shard(s)" if card["shards"] else ""  # loose images are in no shard
+    shards = f" in {card['shards']:,} shard(s)" if card["shards"] else ""  # a folder of image files has no shards
     yield f"{stats.images:,} images{classes}, {format_bytes(stats.bytes)}{shards}"
     if "sampled" in card:
         yield f"no {NAME}; the lines below describe {card['sampled']:,} images drawn at random"
@@ -125,7 +121,7 @@ def quantiles(counts: list[int], edges: list[Any]) -> str:
 
 
 def _spread(values: list[float] | None) -> str:
-    """Describe a 5th percentile, median and 95th percentile, or return an empty text without them."""
+    """Describe `values`, which are the 5th percentile, the median and the 95th percentile; "" if there are none."""
     return f"{values[0]:.4g} to {values[2]:.4g} (5th to 95th percentile), median {values[1]:.4g}" if values else ""
 
 

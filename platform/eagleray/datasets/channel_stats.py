@@ -37,8 +37,8 @@ class Measured(NamedTuple):
 
 def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
     """Return the mean and standard deviation of each channel over the values of SAMPLE random images, the same ones in
-    every call. Images with another number of channels than the first are left out. If no index can be written beside
-    the shards, it is written to the folder `spare`.
+    every call. Images with another number of channels than the first image are left out. If no index can be written
+    beside the shards, it is written to the folder `spare`.
 
     Raises UserError when no image can be read."""
     index, moments, left_out = open_shown(url, spare, note=note), list[NDArray[Any]](), Counter[str]()
@@ -55,7 +55,7 @@ def measure_channels(url: str, spare: Path, note: Note = print) -> Measured:
         moments.append(np.stack([count, of_image.mean(0), of_image.var(0)]))
     if not moments:
         raise UserError(f"{index.shards[0].url}: no image can be read: {left_out.most_common(1)[0][0]}")
-    weight, means, variances = np.stack(moments, 1)  # (n, N) each, for n images
+    weight, means, variances = np.stack(moments, 1)  # (n, C) each, for n images of C channels
     mean = np.average(means, 0, weight)
     std = np.sqrt(np.average(variances + (means - mean) ** 2, 0, weight))
     std[std == 0] = 1  # a constant channel must not be divided by 0

@@ -23,7 +23,7 @@ def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
 
 
 def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.Image:
-    """Return a picture of images (H, W, 3) in rows, each image whole and centred on a square tile."""
+    """Return a picture of images (H, W, 3) in rows, each image uncropped and centred on a square tile."""
     rows = -(-len(images) // columns)
     step = TILE + GAP
     picture = Image.new("RGB", (columns * step + GAP, rows * step + GAP), PAPER)
@@ -51,8 +51,7 @@ def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """Return the data whose sizes a picture shows, "" if the picture does not say it, or None if there is no
-    picture."""
+    """Return the data whose sizes a picture shows; "" if its file does not say so, None if there is no file."""
     if not path.exists():
         return None
     with contextlib.suppress(OSError), Image.open(path) as picture:

@@ -15,7 +15,7 @@ BYTES = 16  # length of a digest: the chance that two of 1e10 images collide is 
 
 @dataclass(frozen=True)
 class HashTask:
-    """A task that computes the digests of the image files of some items and writes them to its note, a file."""
+    """A task that computes the digests of the image files of some items and writes them to a file, the task's note."""
 
     notes: str
     read: Read
@@ -46,7 +46,7 @@ def _digest(data: bytes | memoryview) -> bytes | None:
 
 
 def first_copies(digests: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return, for each of N items, the position of the first item with the same digest (N,)."""
+    """Return for N items the positions (N,) of the first items with the same digests; without a digest, their own."""
     first = np.arange(len(digests))
     valid = np.flatnonzero(digests.is_valid().to_numpy())
     values = np.frombuffer(b"".join(digests.drop_null().to_pylist()), f"V{BYTES}")

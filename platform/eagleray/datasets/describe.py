@@ -39,7 +39,7 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
     if card:
         return card, _sample(index, order[:SHEET], read_pixels)[1]
     say_loading()
-    from eagleray.data.decode import decode  # decodes as training does, but importing PyTorch takes a second and a half
+    from eagleray.data.decode import decode  # decodes as in training; imported late, as PyTorch takes 1.5 s
 
     sample, images, shapes = _sample(index, order[:SAMPLE], lambda data: decode(data).permute(1, 2, 0).numpy())
     labels = index.label[index.label >= 0]
@@ -59,8 +59,8 @@ def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uin
 def _sample(
     index: Index, samples: NDArray[np.int64], decode: Callable[[memoryview], NDArray[np.uint8]]
 ) -> tuple[ImageStats, list[NDArray[np.uint8]], dict[str, list[float]]]:
-    """Return the statistics of some samples, their first SHEET images (H, W, 3), and the shorter side in pixels and the
-    aspect ratio of each. Raises UserError when none can be decoded."""
+    """Return the statistics of some samples, the first SHEET images (H, W, 3) among them, and lists with the shorter
+    side in pixels and the aspect ratio of every image. Raises UserError when none can be decoded."""
     stats, shapes = ImageStats(), dict[str, list[float]](side=[], aspect=[])
     images: list[NDArray[np.uint8]] = []
     for sample in progress_over("images", "reading", samples.tolist(), len(samples)):

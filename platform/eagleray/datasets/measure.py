@@ -26,7 +26,7 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.datasets import sidecars
 from eagleray.storage.ordered_map import ordered_map
 
-SIDE = 256  # pixels of the shorter side at which sharpness and others are measured
+SIDE = 256  # largest shorter side, in pixels, of the images whose pixels are measured
 Tick = Callable[[int, int], None]  # images done, and images in all
 
 
@@ -55,8 +55,8 @@ def _entropy(image: Image) -> dict[str, float]:
 
 
 def phash(grey: NDArray[np.uint8]) -> str:
-    """Return the perceptual hash of an image (h, w) in 16 digits: which of its 63 lowest frequencies of the DCT are
-    above their median."""
+    """Return the perceptual hash of a grey image (h, w) in 16 hexadecimal digits. Its 63 bits say which of the lowest
+    frequencies of the DCT, without the constant, are above their median."""
     small = cv2.resize(grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
     low = cv2.dct(small)[:8, :8].ravel()[1:]
     return f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"
@@ -103,7 +103,7 @@ MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the table, as the process that computes it receives it."""
+    """A part of the table, as it is sent to the process that computes it."""
 
     number: int
     table: SampleTable
@@ -119,8 +119,8 @@ def measure(
     note: Callable[[str], None],
     tick: Tick,
 ) -> SampleTable:
-    """Write measures of all images into the folder or URL `out`, by default beside the shards. By default all measures
-    are written. `json.NAME` is a field of the JSON beside each image. Existing parts are kept.
+    """Write measures of all images into the folder or URL `out`, by default beside the shards. `names` are measures, by
+    default all; `json.NAME` is a field of the JSON beside each image. Existing parts are kept.
 
     Raises UserError for an unknown measure or field, and when `out` has another table, and Outage when a store does not
     answer."""

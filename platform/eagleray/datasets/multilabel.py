@@ -1,4 +1,4 @@
-"""Encode an image's classes in one integer: one bit per class that is present, and another per difficult one."""
+"""Encode an image's classes in one integer. Each class has a bit for being present and a bit for being difficult."""
 
 from collections.abc import Sequence
 

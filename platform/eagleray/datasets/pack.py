@@ -56,7 +56,7 @@ class PackTask:
     max_side: int
     min_side: int
     plan: str  # digest of the plan that the shard belongs to
-    channels: int = 0  # 0: red, green and blue
+    channels: int = 0  # number of channels of the images; 0: red, green and blue
 
     def __call__(self, task: tuple[int, bytes]) -> int:
         """Run one task, given as the shard's number and its serialized items. Return the number of items."""

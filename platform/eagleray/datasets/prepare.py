@@ -1,9 +1,9 @@
 """Make shards, their index and their card from a source of images.
 
 An interrupted preparation can be continued and ends with the same bytes. First the plan is written: the options and the
-items (the images of the source). Each shard is a pure function of the plan and the shard's number. A finished shard
+items (the images of the source). Each shard is a pure function of the plan and the shard's index. A finished shard
 leaves a small file, its note, beside the plan. The card is written last. Each file is on the disk before the next one
-is written. A shard whose size or ends differ from its note is written again."""
+is written. A shard whose size or checksum differs from its note is written again."""
 
 import contextlib
 import hashlib
@@ -40,7 +40,7 @@ from eagleray.storage.shard_names import is_shard
 T = TypeVar("T")
 R = TypeVar("R")
 Tick = Callable[[str, int, int], None]  # name of the pass, images done, images in all
-FILES = "files of the source"  # key of the fingerprint of the source's files, which like the options must not change
+FILES = "files of the source"  # key, beside the options, of a digest of the source's files, which may not change either
 KEY, MIB = "key", 2**20
 
 
@@ -83,9 +83,10 @@ def prepare(
 
 @contextlib.contextmanager
 def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other commands of this machine from a local destination for a block. Raises UserError if one is at work."""
+    """A context that locks a local destination against other commands of this machine. Raises UserError if one has
+    it."""
     notes = store.folder_of(f"{destination}/{NOTES}")
-    if notes is None:  # two commands on a store are noticed by their plans
+    if notes is None:  # on a store, `_read_plan` notices the other command's plan
         yield
         return
     there = notes.parent.exists()
@@ -104,7 +105,7 @@ def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # nothing was begun
+            if notes.is_dir() and [p.name for p in notes.iterdir()] == [".lock"]:  # there is no plan yet
                 shutil.rmtree(notes)
                 if not there:
                     notes.parent.rmdir()
@@ -295,7 +296,7 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def _present(thing: T | None, destination: str) -> T:
-    """Return a thing that this command has found or written before. Raises UserError for None: the thing is gone."""
+    """Return `thing`, which this command found or wrote before. Raises UserError if it is None, so was deleted."""
     if thing is None:
         raise UserError(f"{destination}: another command has changed it meanwhile; run this one again")
     return thing
@@ -311,7 +312,7 @@ def _load(url: str) -> pa.Table:
 
 
 def _drop_unusable(items: pa.Table, stats: ImageStats, origin: str) -> pa.Table:
-    """Return the usable items, and count the others in `stats` by reason.
+    """Return the items that have no reason to be dropped, and count the others in `stats` by reason.
 
     Raises UserError when no item is usable."""
     dropped = items.filter(pc.is_valid(items["reason"])).select([KEY, "reason"])

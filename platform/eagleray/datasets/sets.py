@@ -34,14 +34,14 @@ def _set(
     licence: str = RESEARCH,
     options: tuple[str, ...] = (),
 ) -> Source:
-    """Return a source that recipes name. The arguments are fields of `Source` and `Dataset`. The splits `unlabelled`
-    can be read, but are not among the published facts."""
+    """Return a source with a data set that recipes name. The arguments are fields of `Source` and `Dataset`. The splits
+    `unlabelled` can be read, but are not among the published facts."""
     dataset = Dataset(title, short, classes, splits, obtain, contents)
     return Source(find, licence, dataset, (*splits, *unlabelled), options)
 
 
 def _subset(name: str, short: str, splits: Mapping[str, int], chosen: str) -> Source:
-    """Return a subset of ImageNet-1k with the classes that the papers `chosen` use."""
+    """Return the source of a subset of ImageNet-1k. `chosen` names the papers that use its classes."""
     return _set(
         imagenet.imagenet_subset,
         name.replace("imagenet", "ImageNet"),
@@ -56,7 +56,7 @@ def _subset(name: str, short: str, splits: Mapping[str, int], chosen: str) -> So
 
 
 def _domain(title: str, train: int, test: int) -> Source:
-    """Return one domain of DomainNet."""
+    """Return the source of a domain of DomainNet. `train` and `test` are the numbers of images in its splits."""
     name = title.lower()
     return _set(
         image_lists.domainnet,

@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image
 
 Field = np.ndarray  # (H, H) float32, a value for each pixel
-Mask = Callable[[Field, Field], Field]  # negative inside a shape, positive on the ink of a texture
+Mask = Callable[[Field, Field], Field]  # of x and y: negative inside a shape, positive where a texture has ink
 
-LUMAS = np.array([0.2, 0.75, 0.45])  # luminance of ground, figure and ink, which still differ in grey
+LUMAS = np.array([0.2, 0.75, 0.45])  # luminance of background, shape and texture, so that they differ even in grey
 CHROMA = 0.15  # strength of the hues, which are drawn from the full circle, as jitter rotates them by any angle
-LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green, blue
+LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue in luminance
 
 
 def circle(x: Field, y: Field) -> Field:

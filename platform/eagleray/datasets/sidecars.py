@@ -1,7 +1,7 @@
-"""Reads fields of the JSON that img2dataset and others store beside each image in its tar, as columns of a table.
+"""Reads fields of the JSON that img2dataset and other tools store beside each image in its tar, as columns of a table.
 
-The JSON may come from a stranger. A value that is too large, not JSON, or not of its column's type becomes null, and
-the column FAULT gives the reason."""
+The JSON is not trusted. A value that is too large, not JSON, or not of its column's type becomes null, and the column
+FAULT gives the reason."""
 
 import contextlib
 import io
@@ -27,10 +27,10 @@ from eagleray.data.tar_scan import READ, key_and_extension
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-PREFIX = "json."  # prefix of measures that are fields of the JSON
+PREFIX = "json."  # prefix of the names of measures that are fields of the JSON
 FAULT = "json_fault"  # name of the column that says what is wrong with a sample's JSON
-LARGEST = 2**20  # most bytes of one JSON
-LONGEST = 4096  # most characters of a text
+LARGEST = 2**20  # most bytes of the JSON of one sample
+LONGEST = 4096  # most characters of a value that is text
 LOOK = 1000  # samples whose JSON decides the types of the fields
 NAMED = 20  # most fields or faults that are listed
 KINDS = {"number": pa.float64(), "text": pa.string(), "true or false": pa.bool_()}
@@ -39,8 +39,8 @@ FIELD = re.compile(r"\w[\w .-]{0,99}")
 
 
 def fields_of(names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the fields among the names of measures. `columns` are those of the other measures. Raises UserError for a
-    field that cannot be a column."""
+    """Return the fields of JSON among `names` of measures. Raises UserError for a field whose name cannot be that of a
+    column, or is taken, for example by one of the other measures' `columns`."""
     fields = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
     for field in fields:
         if not FIELD.fullmatch(field):
@@ -51,8 +51,8 @@ def fields_of(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 def kinds_of(index: Index, fields: Sequence[str]) -> dict[str, str]:
-    """Return the type of each field in the first LOOK samples, a key of KINDS. Raises UserError for a field that none
-    of them has, or that has several types or one that is not in KINDS."""
+    """Return the type, a key of KINDS, of each field in the first LOOK samples. Raises UserError for a field that is in
+    none of them, or whose values have several types or one that is not in KINDS."""
     if any(is_folder_blob(blob) for blob in index.shards):
         raise UserError(f"--columns {PREFIX}{fields[0]}: JSON is read from tars, not from a folder of images")
     seen: dict[str, set[str]] = {field: set() for field in fields}
@@ -95,7 +95,7 @@ def columns(index: Index, samples: NDArray[np.int64], kinds: Mapping[str, str]) 
 
 
 def fault_lines(table: SampleTable) -> Iterator[str]:
-    """Yield a line with its number of samples for each of the most frequent faults of JSON."""
+    """Yield a line for each of the most frequent faults of JSON, with the number of samples that have it."""
     counts: Counter[str] = Counter()
     for number in table.parts:
         counts.update(fault for fault in table.read(number, [FAULT])[FAULT].to_pylist() if fault)
@@ -104,7 +104,7 @@ def fault_lines(table: SampleTable) -> Iterator[str]:
 
 
 def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the number and the JSON of each of the neighbouring samples (n,) that has one, or why it cannot be used."""
+    """Yield each of the neighbouring samples (n,) that has JSON: its index, and the JSON or why that cannot be used."""
     first, stop = int(samples[0]), int(samples[-1]) + 1
     shards = np.searchsorted(index.first, [first, stop - 1], "right") - 1
     for shard in range(int(shards[0]), int(shards[1]) + 1):
@@ -116,7 +116,7 @@ def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, d
 
 
 def _start(index: Index, shard: int, sample: int) -> int:
-    """Return an offset from which all members of a sample follow: the end of the image of the sample before it."""
+    """Return an offset in a shard before all members of a sample: the end of the image of the sample before it."""
     if sample == int(index.first[shard]):
         return 0
     before = index.rows(sample - 1, sample)
@@ -124,8 +124,8 @@ def _start(index: Index, shard: int, sample: int) -> int:
 
 
 def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield samples of a shard with their JSON, up to the first damage. `places` maps the offsets of images to
-    samples."""
+    """Yield samples of a shard with their JSON, from byte `start` on, up to the first damage. `places` maps the offsets
+    of images to samples."""
     size = blob.size - start
     file = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, start, size)), READ))
     last = max(places.values())
@@ -143,7 +143,7 @@ def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tup
 
 def _files(file: BinaryIO, size: int, base: int) -> Iterator[tuple[tuple[str, str], Member]]:
     """Yield the files of a shard that belong to samples, with their keys and extensions, up to the first damage. The
-    damage is in the index already, without the samples after it."""
+    index has already recorded the damage, and has no samples after it."""
     with contextlib.suppress(DamagedTar):
         for member in members(file, size, base=base):
             if names := key_and_extension(member.name):
@@ -171,7 +171,7 @@ def _kind(value: Any) -> str:
 
 
 def value_of(value: Any, kind: str) -> tuple[Any, str]:
-    """Return a value of the column's type, or None if it cannot be used, and the reason, or ""."""
+    """Return `value`, or None if a column of the type `kind` cannot hold it, and the reason for that, or ""."""
     if value is None:
         return None, ""
     if _kind(value) != kind:
@@ -184,5 +184,5 @@ def value_of(value: Any, kind: str) -> tuple[Any, str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text can be stored. It cannot with half a surrogate pair."""
+    """Return whether a text can be stored as UTF-8, which a lone surrogate, half of a pair, cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

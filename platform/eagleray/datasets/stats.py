@@ -83,7 +83,7 @@ class ImageStats:
 
 def image_format(data: Data) -> str:
     """Return the format of an image by its name in PIL, detected from the bytes of the file."""
-    if bytes(data[:4]) in MAGIC:  # PIL does not open all of these, which have any number of channels
+    if bytes(data[:4]) in MAGIC:  # PIL does not open every TIFF, as a TIFF may have any number of channels
         return "TIFF"
     with open_image(data) as image:
         return str(image.format)

@@ -53,8 +53,8 @@ class Survey:
 
 
 def survey(data: str) -> Survey:
-    """Examine a data set, given as shards, which are indexed if they are not, or as a folder of images, which is
-    listed. Every call examines the same images. Raises UserError, also when no image can be opened, and Outage."""
+    """Examine a data set: shards, which are indexed if they have no index, or a folder of images, which is listed.
+    Every call examines the same images. Raises UserError if no image can be read, and Outage without an answer."""
     url = store.absolute(data)
     if holds_images(url):
         say(f"listing the images in {data}")
@@ -81,7 +81,7 @@ def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
 
 
 def _look(images: int, classes: int, order: Sequence[int], read: Callable[[int], bytes], data: str) -> Survey:
-    """Return what some of `images` images show. `read` returns the file of a number in `order`."""
+    """Return facts about `images` images, from those with the indices `order`. `read` returns the file of an index."""
     shapes, formats, channels = list[tuple[int, int]](), Counter[str](), Counter[int]()
     files, total, looked = list[bytes](), 0, 0
     with counting("looking", "images") as tick:

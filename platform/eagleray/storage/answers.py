@@ -1,7 +1,7 @@
 """Checks a store's answers: whether the bytes sent are those requested.
 
 Proxies, caches and restarting servers sometimes answer in place of the store: with a page of their own, another part of
-the file, or a missing header. That passes, so the request is repeated. If it does not pass, it is an outage."""
+the file, or a missing header. Such answers raise Transient: the request is repeated or, at last, fails with Outage."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ NO_ANSWER = (KeyError, IndexError, ValueError, TypeError, AttributeError, Overfl
 
 @contextlib.contextmanager
 def understood(what: str) -> Iterator[None]:
-    """A context that reads fields of an answer. Raises Transient where a field is missing or of the wrong kind."""
+    """A context for code that reads an answer. Raises Transient where a field is missing or of the wrong kind."""
     try:
         yield
     except UserError:  # some UserErrors are ValueErrors
@@ -36,7 +36,7 @@ def check_blob(blob: Blob) -> Blob:
 
 
 def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """Return the first and the last byte of a partial answer, and the size of the file or, if unknown, None.
+    """Return the positions of a partial answer's first and last byte, and the file's size or, if it is not given, None.
 
     Raises Transient for an answer that is not partial, or contradicts itself."""
     said = headers.get("Content-Range", "")
@@ -55,7 +55,7 @@ def part_of(status: int, headers: Mapping[str, str]) -> tuple[int, int, int | No
 def check_part(url: str, start: int, length: int, status: int, headers: Mapping[str, str]) -> int | None:
     """Check that an answer has `length` bytes from `start` on. Return the size of the file, or None if unknown.
 
-    Raises UserError when the file ends before these bytes do, and Transient for other bytes."""
+    Raises UserError when the file ends before these bytes do, and Transient when the answer has other bytes."""
     first, last, size = part_of(status, headers)
     count = last - first + 1
     if first != start or count > length or (count < length and last + 1 != size):
@@ -67,8 +67,8 @@ def check_part(url: str, start: int, length: int, status: int, headers: Mapping[
 
 
 def check_file(data: bytes, tag: str) -> bytes:
-    """Return the content of a whole file from a bucket. Raises Transient for a proxy's page, which has no version, and
-    for an error that S3 sends with a successful status."""
+    """Return `data`, a whole file from a bucket. Raises Transient if the answer names no version (an empty `tag`), like
+    the page of a proxy, or if it is an error that S3 sends with a successful status."""
     if not tag:
         raise Transient("an answer that does not name the version of the file")
     if data.lstrip()[:5] == b"<?xml" and b"<Error>" in data[:200]:

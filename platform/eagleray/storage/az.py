@@ -1,6 +1,6 @@
 """Reads and writes az://CONTAINER/... URLs through the REST API of Azure Blob Storage.
 
-The API is learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. The ETag of a blob is its tag."""
+The API is learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. A blob's ETag is used as its tag."""
 
 import base64
 import os
@@ -20,8 +20,8 @@ from eagleray.storage.remote import Refused, bucket_and_key
 from eagleray.storage.rest import RestStore
 from eagleray.storage.retry import Transient
 
-PART = 16 * 2**20  # bytes of a block; larger files are uploaded in blocks
-MOST_PARTS = 50_000  # Azure's limit of blocks per blob; larger files have longer blocks
+PART = 16 * 2**20  # bytes; larger files are uploaded in blocks of this size or, above PART * MOST_PARTS, longer ones
+MOST_PARTS = 50_000  # Azure's limit of blocks per blob
 UPLOADS = 4  # concurrent uploads of blocks
 UNSIGNED = (
     "; no Azure credentials were found, so the request was anonymous (AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or "
@@ -124,12 +124,12 @@ class AzStore(RestStore):
             names = list(ordered_map(part, range(-(-size // length)), width=UPLOADS))
         blocks = "".join(
             f"<Latest>{name}</Latest>" for name in names
-        )  # Azure deletes blocks that are in no list after a week
+        )  # after a week, Azure deletes blocks that are in no list
         ask({"comp": "blocklist"}, f'<?xml version="1.0" encoding="utf-8"?><BlockList>{blocks}</BlockList>'.encode())
 
 
 def stored(response: Any) -> None:
-    """Raises Transient for an answer to a PUT that is not the store's, such as a proxy's page with status 200."""
+    """Read the answer to a PUT. Raises Transient unless its status is 201; a proxy's page, for example, has 200."""
     body_of(response)
     if response.status != 201:
         raise Transient(f"expected 201 for what was written, got {response.status}")

@@ -1,7 +1,7 @@
 """The storage account of Azure that the environment names, and the signatures of its requests.
 
-These follow learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key. The environment variables are those
-of the command `az`."""
+The signatures follow learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key. The environment variables
+are those of the command `az`."""
 
 import base64
 import binascii
@@ -25,13 +25,13 @@ SCOPE = "https://storage.azure.com/.default"
 CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
 CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
 MARGIN = 300  # seconds before the end of a token in which a new one is requested
-# Variables that name a service or file that gives an identity, so that credentials can be expected.
+# Variables that are set where a service or a file provides an identity: then it is a failure to find no token.
 IDENTITIES = ("IDENTITY_ENDPOINT", "MSI_ENDPOINT", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID")
 
 
 @dataclass(frozen=True)
 class Account:
-    """An account, its server, and its credentials: a key, a signature for URLs, a token, or none."""
+    """An account, its server, and its credentials: a key, a shared access signature (SAS), a token, or none."""
 
     name: str
     endpoint: str  # URL that begins with https:// and has no slash at its end
@@ -108,7 +108,7 @@ def read_account(environ: Mapping[str, str]) -> Account:
 
 
 def find_token() -> Callable[[], str] | None:
-    """Return a function that returns a valid token from azure-identity, or None if that is not installed or has none.
+    """Return a function that returns a valid token, or None if azure-identity is not installed or finds no credentials.
 
     Raises Transient when a service that should have a token does not answer."""
     try:

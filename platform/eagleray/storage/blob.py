@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALL = 2**20  # bytes; smaller buffers are not reused
-UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it: one fits any usual block, and untouched pages cost nothing
-SPARE = 16  # most buffers kept for later blocks
+UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it, so that each fits most blocks; unused pages take no memory
+SPARE = 16  # largest number of unused buffers kept for later blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Blob:
 
     url: str
     size: int  # bytes
-    tag: str = ""  # a remote file's, such as its ETag; empty for a local file until `Store.tag` computes it
+    tag: str = ""  # such as a remote file's ETag; empty for a local file until `Store.tag` computes it
 
 
 spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
@@ -27,8 +27,8 @@ spare_buffers: deque[NDArray[np.uint8]] = deque(maxlen=SPARE)
 def new_buffer(length: int) -> memoryview:
     """Return a buffer of `length` bytes with arbitrary content.
 
-    A block's buffer is reused once nothing refers to it: allocating fresh memory takes longer than filling it, and
-    would fragment malloc's memory more with every epoch."""
+    Buffers from SMALL bytes on are reused once nothing refers to them: allocating fresh memory takes longer than
+    filling it, and would fragment malloc's memory more with every epoch."""
     if length < SMALL:
         return memoryview(bytearray(length))
     base = _take_spare(length)
@@ -40,7 +40,7 @@ def new_buffer(length: int) -> memoryview:
 
 
 def _take_spare(length: int) -> NDArray[np.uint8] | None:
-    """Return a spare buffer that fits, or None. Other threads may take and return buffers meanwhile."""
+    """Return a spare buffer, neither too short nor far too long, or None. Other threads may take some meanwhile."""
     for _ in range(len(spare_buffers)):
         try:
             base = spare_buffers.popleft()

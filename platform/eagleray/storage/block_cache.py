@@ -16,7 +16,7 @@ from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
 STRIPES = 64  # number of lock files that all blocks share
-FREED_SHARE = 0.05  # least share of the limit that one eviction frees, because listing all files is slow
+FREED_SHARE = 0.05  # share of the limit that one eviction frees at least, because listing all files is slow
 STALE = 600  # seconds after which a partial file counts as abandoned
 
 
@@ -61,7 +61,7 @@ class Cache:
     def _write(self, path: Path, data: memoryview) -> None:
         if len(data) > self.limit:
             return
-        try:  # nothing is flushed to the disk: every read of an image is checked by its checksum
+        try:  # nothing is flushed, as the checksum of every image shows what a power loss damages
             with contextlib.ExitStack() as locks, atomic_path(path, part=path.with_suffix(".part")) as part:
                 part.write_bytes(data)
                 locks.enter_context(file_lock(self.folder / "lock"))  # held until the block has its name
@@ -70,11 +70,9 @@ class Cache:
             log.warning("%s: cannot cache a block: %s", self.folder, e.strerror)
 
     def _make_room(self, size: int) -> None:
-        """Delete the oldest blocks if needed, and count `size` bytes more as used.
+        """Delete the least recently used blocks if needed, and add `size` to the count of used bytes.
 
-        A killed process may leave the count of used bytes too high, never too low. The count is corrected when it
-        reaches the limit.
-        """
+        A killed process may leave the count too high, never too low. It is corrected when it reaches the limit."""
         text = (self.folder / "used").read_text()
         used = int(text) if text.isdigit() else self.limit
         if used + size > self.limit:

@@ -1,6 +1,6 @@
-"""Classifies errors of stores, credentials, metadata services and MLflow by whether they may pass with time.
+"""Classifies errors of stores, credentials, metadata services and MLflow by whether waiting may help.
 
-A refusal may pass if the same request was allowed before, as while a role or a key is being replaced."""
+A refusal counts as temporary if the same request was allowed before: perhaps a role or a key is being replaced."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ GOOGLE = "cloud.google.com/storage/docs/json_api/v1/status-codes"
 AZURE = "learn.microsoft.com/rest/api/storageservices/blob-service-error-codes"
 BOTOCORE, RETRY = "botocore/exceptions.py", "botocore/data/_retry.json"
 
-# The first rule with the error's code decides; without one, the first rule with its status.
+# The first rule that has the error's code decides or, if none has, the first rule that has its status.
 TABLE = (
     _rule(Kind.WAIT, "SlowDown RequestTimeout InternalError ServiceUnavailable OperationAborted 503Slowdown", S3),
     _rule(Kind.WAIT, "Throttling ThrottlingException RequestLimitExceeded RequestTimeoutException", COMMON),
@@ -66,7 +66,7 @@ TABLE = (
 
 
 def kind_of(*names: str | int) -> Kind:
-    """Return how to treat an error with these names: its code and then its HTTP status."""
+    """Return how to treat an error with these names, the most specific first, such as its code and its HTTP status."""
     for name in names:
         for rule in TABLE:
             if name in rule.errors:

@@ -15,18 +15,17 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.store import absolute, is_remote, store
 
 PIECE = 8 * 2**20  # bytes read at a time
-TAGS = "tags.jsonl"  # file beside the folder with the tag of each copied file
-DATES = 2**30  # seconds since 1970 below which the dates of copies lie
+TAGS = "tags.jsonl"  # file beside the copied folder, with the tag of each file in it
+DATES = 2**30  # upper bound of the modification times of copies, seconds since 1970
 
 
 def local_folder(url: str, note: Callable[[str], None] = lambda _: None) -> Path:
     """Return a local folder with the files of a folder of a store. A local folder is returned as it is.
 
-    Files are copied to the cache unless their copy has the store's size and tag. Copies of files that the store no
-    longer has are deleted. Other processes of this machine wait meanwhile. The date of a copy follows from its tag, so
-    that it is the same on every machine, and changes with the file.
-    Raises UserError when the folder is empty, a name is not a path inside it, or the disk has no room, and Outage when
-    the store does not answer."""
+    A file is copied to the cache unless its copy has the store's size and tag. Copies of files that the store no longer
+    has are deleted. Other processes of this machine wait meanwhile. The modification time of a copy is computed from
+    its tag, so that it is the same on every machine, and changes with the file. Raises UserError when the folder is
+    empty, a name is not a path inside it, or the disk has no room, and Outage when the store does not answer."""
     if not is_remote(url):
         return Path(absolute(url))
     url = url.rstrip("/")
@@ -45,7 +44,7 @@ def _copy(url: str, root: Path, note: Callable[[str], None]) -> None:
     missing = {name: b for name, b in blobs.items() if known.get(name) != b.tag or _size(folder / name) != b.size}
     for path in [p for p in folder.rglob("*") if not p.is_dir()]:
         if str(path.relative_to(folder)) not in blobs:
-            path.unlink()  # it was deleted in the store, or left incomplete
+            path.unlink()  # a file that the store no longer has, or an incomplete copy
     if not missing:
         return
     kept = [{"name": n, "tag": b.tag} for n, b in blobs.items() if n not in missing]
@@ -68,7 +67,7 @@ def _copy(url: str, root: Path, note: Callable[[str], None]) -> None:
 
 
 def _names(url: str) -> Iterator[tuple[str, Blob]]:
-    """Yield the files of a folder with their names relative to it.
+    """Yield the path of each file in a folder, relative to the folder, with the file.
 
     Raises UserError when there are none, or a name is not a path inside the folder."""
     empty = True
@@ -85,7 +84,7 @@ def _names(url: str) -> Iterator[tuple[str, Blob]]:
 
 
 def _fetch(name: str, blob: Blob, folder: Path) -> tuple[str, Blob]:
-    """Copy one file. Return its name and its description in the store."""
+    """Copy one file into `folder`. Return `name` and `blob`."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with durable_path(path) as part:

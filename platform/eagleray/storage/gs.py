@@ -1,6 +1,6 @@
 """Reads and writes gs:// URLs through the JSON API of Google Cloud Storage.
 
-The API is cloud.google.com/storage/docs/json_api/v1. An object's tag is its generation, which differs by content."""
+The API is cloud.google.com/storage/docs/json_api/v1. An object's tag is its generation, which each write changes."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from eagleray.storage.retry import PATIENCE, Transient
 
 HOST = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-PIECE = 32 * 2**20  # most bytes per request of an upload, a multiple of 256 KiB
+PIECE = 32 * 2**20  # most bytes per request of an upload, a multiple of 256 KiB as the API requires
 FIELDS = "kind,nextPageToken,prefixes,items(name,size,generation)"
 UNSIGNED = "; no Google credentials were found, so the request was anonymous"
 INCOMPLETE = 308  # status of the answer to a piece of an upload that is not the last
@@ -85,7 +85,7 @@ class GsStore(RestStore):
             text = " ".join(str(error["message"]).split())[:300]
             reason = str(error["errors"][0]["reason"])
         no_bucket = re.search(r"(?i)bucket\b.*\bdoes not exist", text)
-        proxy = body.lstrip().startswith(b"<")  # the service itself answers in JSON, or with a line for a missing file
+        proxy = body.lstrip().startswith(b"<")  # Google answers in JSON or, for a missing file, in plain text
         return Refused(status, reason, f"{status} {text}".strip(), status == 404 and not no_bucket and not proxy)
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
@@ -146,16 +146,16 @@ BINARY = {"Content-Type": "application/octet-stream"}
 
 
 class _Upload:
-    """A file that is sent in pieces, by cloud.google.com/storage/docs/performing-resumable-uploads."""
+    """An upload of a file in pieces, as cloud.google.com/storage/docs/performing-resumable-uploads describes."""
 
     def __init__(self, ask: Callable[..., Any], session: str, file: int, size: int) -> None:
         self.ask, self.session, self.file, self.size = ask, session, file, size
         self.done = False
-        self._at: int | None = 0  # bytes that the store has; None: unknown, so it has to be asked
+        self._at: int | None = 0  # number of bytes that the store has; None: the store must be asked
         self._sent = 0
 
     def piece(self) -> None:
-        """Send the next piece. The store is asked first where it begins if the last answer may have been lost."""
+        """Send the next piece. If the last answer may have been lost, first ask the store how many bytes it has."""
         if self._at is None:
             self._note(self._send({"Content-Range": f"bytes */{self.size}"}, b""), self._sent)
             if self.done:
@@ -171,7 +171,7 @@ class _Upload:
         return self.ask("PUT", self.session, headers=headers, body=data, expected=(200, 201, INCOMPLETE))
 
     def _note(self, response: Any, sent: int) -> None:
-        """Record how many bytes the store has. At most `sent` bytes were sent."""
+        """Record from an answer how many bytes the store has. Raises Transient if these are more than `sent`."""
         if response.status != INCOMPLETE:
             _json(response, OBJECT)
             self.done = True
@@ -209,10 +209,10 @@ class Token:
     def headers(self) -> dict[str, str]:
         """Return the header with a valid token, or no header without credentials.
 
-        Raises Transient for a failure to get a token that may pass, UserError without google-auth or for a wrong file
-        of credentials, and Refused for a lasting refusal."""
+        Raises Transient when getting a token fails temporarily, Refused when the credentials are refused for good, and
+        UserError when google-auth is missing or the file of credentials is wrong."""
         if os.environ.get("STORAGE_EMULATOR_HOST") and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            return {}  # Google's own libraries do the same
+            return {}  # an emulator gets no token, as from Google's own libraries
         with self._lock:
             if self._credentials is None:
                 self._credentials = self._find() or False

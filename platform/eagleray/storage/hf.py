@@ -1,7 +1,7 @@
-"""Reads files of data sets of the Hugging Face Hub: hf://datasets/OWNER/NAME[@REVISION][/PATH or SPLIT].
+"""Reads data sets of the Hugging Face Hub: hf://datasets/OWNER/NAME[@REVISION][/PATH or SPLIT].
 
-`huggingface_hub` finds the commit of a revision, its files, the token and what is in its cache on this machine. Bytes
-are read by ranges as from any web server. URLs of files name the commit, so that their content never changes."""
+`huggingface_hub` finds a revision's commit and files, the token, and files in its cache on this machine. Bytes are read
+by ranges, as from any web server. URLs of files name the commit, so that their content never changes."""
 
 import fnmatch
 import os
@@ -31,7 +31,7 @@ SPLITS = {
     "evaluation": "test",
 }
 SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-KNOWN = 16  # commits whose files a process remembers
+KNOWN = 16  # most commits whose lists of files a process keeps
 TIMEOUT = 20.0  # seconds per request to the Hub's API
 TOKEN = "set HF_TOKEN to a token that may read it"
 
@@ -46,15 +46,15 @@ class Tree:
     repo: str  # OWNER/NAME
     commit: str
     sizes: Mapping[str, int]  # bytes of each file, by path
-    configs: list[Any] = field(default_factory=list)  # parts of the data set, as its card describes them
+    configs: list[Any] = field(default_factory=list)  # configurations that the data set's card declares
 
     def url(self, path: str) -> str:
         """Return the URL of a file, with the commit in it."""
         return f"hf://datasets/{self.repo}@{self.commit}/{path}"
 
     def splits(self, config: str = "") -> dict[str, list[str]]:
-        """Return the files of each split of a configuration, as the card or their names say. Without any mention of
-        splits, one split has an empty name. Raises UserError where several configurations are possible."""
+        """Return the data files of each split of a configuration, by the card or else by the files' names; the split ""
+        has those whose names mention none. Raises UserError if no `config` is given and several are possible."""
         data = [path for path in sorted(self.sizes) if is_data(path)]
         known = {str(c.get("config_name", "default")): c for c in self.configs if isinstance(c, dict)}
         known = {name: c for name, c in known.items() if c.get("data_files")}
@@ -73,8 +73,8 @@ class Tree:
         return out
 
     def select(self, path: str) -> list[str]:
-        """Return the data files that a path, pattern, configuration or split names. Raises UserError for none or
-        several splits."""
+        """Return the data files that a path, pattern, configuration or split names. Raises UserError if there are none,
+        or several splits."""
         url = f"hf://datasets/{self.repo}"
         if path in self.sizes:
             return [path]
@@ -100,7 +100,8 @@ class Tree:
 
 
 def _data_files(given: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the splits of a card with their patterns. The card has one pattern, a list, or a mapping per split."""
+    """Yield the splits in a card's `data_files` with their patterns. `given` is a pattern, a mapping, or a list of
+    both."""
     for item in given if isinstance(given, list) else [given]:
         split, paths = (item.get("split", "train"), item.get("path")) if isinstance(item, dict) else ("train", item)
         yield str(split), [str(p) for p in (paths if isinstance(paths, list) else [paths])]
@@ -111,7 +112,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _split_of(path: str) -> str:
-    """Return the split that a part of a path names, checking the file's name first; an empty text if none does."""
+    """Return the split that a path mentions, in the file's name or else in its nearest folder; "" if none does."""
     for part in reversed(path.split("/")):
         for word in re.split(r"[-._ \d]+", part):
             if word.lower() in SPLITS:
@@ -120,7 +121,7 @@ def _split_of(path: str) -> str:
 
 
 def tree_of(url: str, patience: float = PATIENCE) -> Tree:
-    """Return the files at the commit that a URL's revision is now. Raises UserError and Outage."""
+    """Return the files at the commit of a URL's revision. Raises UserError if unreadable, Outage without an answer."""
     repo, revision, _ = split_url(url)
     if tree := _known.get((repo, revision)):
         return tree
@@ -132,7 +133,7 @@ def tree_of(url: str, patience: float = PATIENCE) -> Tree:
 
 
 def expand(url: str, patience: float = PATIENCE) -> list[str]:
-    """Return the URLs, with the commit, of the files that a URL selects. Raises UserError and Outage."""
+    """Return the URLs, with the commit, of the files that a URL selects. Raises like `tree_of` and `Tree.select`."""
     tree = tree_of(url, patience)
     return [tree.url(path) for path in tree.select(split_url(url)[2])]
 

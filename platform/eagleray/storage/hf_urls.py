@@ -10,7 +10,7 @@ FORM = "expected hf://datasets/OWNER/NAME[@REVISION][/PATH or SPLIT]"
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return the repository, the revision and the path of a URL. The last two may be empty. Raises UserError."""
+    """Return a URL's repository, revision and path; the last two may be empty. Raises UserError for another FORM."""
     found = URL.fullmatch(url)
     if not found:
         raise UserError(f"{url}: {FORM}")
@@ -18,7 +18,7 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def unpinned(given: Any) -> Any:
-    """Return a URL, or a list or dict that contains URLs, without the revisions of data sets of the Hub."""
+    """Return a URL, or a list or dict that contains URLs, without the revisions in hf:// URLs."""
     if isinstance(given, list | tuple):
         return [unpinned(each) for each in given]
     if isinstance(given, dict):

@@ -1,7 +1,7 @@
-"""Reads answers of HTTP servers into a buffer without copies, and aborts those that are slower than a least speed.
+"""Reads answers of HTTP servers into a buffer without copies, and aborts those that are slower than a minimum speed.
 
-The speed is checked where bytes come from the socket, so the check covers heads, errors and bodies, whoever reads them.
-A limit on the time between two bytes alone would never end a server that trickles."""
+The speed is checked where bytes come from the socket, and so for headers, errors and bodies, whoever reads them. A
+timeout between two bytes alone would never end an answer that comes a few bytes at a time."""
 
 import io
 import time
@@ -14,12 +14,12 @@ from eagleray.storage.blob import new_buffer
 from eagleray.storage.retry import Transient
 
 READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
-GRACE = 20.0  # seconds that an answer may begin late, or be behind SLOWEST
+GRACE = 20.0  # seconds that an answer may take longer than at SLOWEST bytes per second
 PROCESSING = 300.0  # seconds of GRACE for a POST: S3 sends spaces while it joins the parts of an upload
-SLOWEST = 64 * 2**10  # least bytes per second
+SLOWEST = 64 * 2**10  # minimum speed, bytes per second
 PIECE = 2**20  # bytes read at a time from a body
 MOST = 2**34  # most bytes of a file that is read as a whole
-SMALL = 2**26  # most bytes, with the head, of an answer that is not a file, such as an error or a page of a listing
+SMALL = 2**26  # most bytes, with the headers, of an answer that is not a file, such as an error or a page of a listing
 
 
 class Stalled(TimeoutError):
@@ -105,7 +105,7 @@ def body_of(response: Any) -> bytes:
         if said is None and not stream.chunked and stream.length is None:
             raise Transient("an answer without a length, which may have been cut")
         length = None if said is None else whole_number(said, most=MOST)
-        while piece := stream.read(PIECE):  # a wrong Content-Length then costs no memory
+        while piece := stream.read(PIECE):  # in pieces, so that a wrong Content-Length allocates nothing
             out += piece
             if len(out) > MOST:
                 raise Transient(f"an answer of more than {MOST} bytes")

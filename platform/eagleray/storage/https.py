@@ -1,6 +1,6 @@
 """Reads https:// and http:// URLs from any server that answers Range with a part of the file (RFC 9110, section 14).
 
-Such a server has no listing and stores no files."""
+Such a server can neither list nor store files."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class ReadOnly(OSError, UserError):
 
 
 class HttpsStore(RestStore):
-    """Reads files. The names of shards have to be given, by braces or in a list."""
+    """Reads files from web servers. As these list nothing, URLs name every shard, by braces or one by one."""
 
     scheme, lists = "https", False
 
@@ -84,7 +84,7 @@ class HttpsStore(RestStore):
         if is_page(response.headers) and not url.endswith((".html", ".htm")):
             problem = Transient(f"a page for a browser in place of the file (status {response.status})")
         elif span and response.status == 200 and not tag and not self.allowed.has("read", url):
-            # A server that has sent a part of a file before, as `tag` or `allowed` shows, will do so again.
+            # If the server has sent a part before, as `tag` or `allowed` shows, `check_part` raises Transient for 200.
             problem = UserError(
                 f"{url}: the server ignores Range (it answered 200); expected 206 and a part of the file"
             )

@@ -1,4 +1,4 @@
-"""Lists folders of stores that answer in pages. Each page is checked to be of this folder and to make progress."""
+"""Lists folders of stores that answer in pages. Each page must be one of this folder, and continue the listing."""
 
 import logging
 import time
@@ -14,8 +14,8 @@ from eagleray.storage.retry import PATIENCE, Transient
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Blobs = list[Blob]  # `list` inside the class is the method
-IN_FOLDER = 1_000_000  # most files directly in a folder, as many as the names of a pattern
+Blobs = list[Blob]  # an alias, because inside the class `list` is the method
+IN_FOLDER = 1_000_000  # most files directly in a folder; equal to NAMES of `url_patterns`
 IN_TREE = 10_000_000  # most files in a folder and below it
 EMPTY = 1000  # most pages in a row without a file, which stores may send where many files were deleted
 SAID = 30.0  # seconds between log lines about a long listing
@@ -27,11 +27,11 @@ class Page:
 
     blobs: list[Blob]
     folders: list[str]  # keys of folders, which end in a slash
-    marker: str  # start of the next page; empty after the last page
+    marker: str  # token with which the next page is requested; empty in the last page
 
 
 class Listing:
-    """The methods of a store that list. The store itself has `_split`, `_page` and `_call`."""
+    """Methods for listing, inherited by stores, which define `_split`, `_page` and `_call`."""
 
     scheme = ""
     seeks = False  # whether `_page` can begin after the key `after`
@@ -41,12 +41,12 @@ class Listing:
         raise NotImplementedError
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
-        """Request a page of the files whose keys begin with `prefix`. With a delimiter, files below a folder are left
-        out, and the folder is listed instead."""
+        """Request a page of the files whose keys begin with `prefix`, by the `marker` in the page before. With a
+        delimiter, the page has the direct subfolders instead of the files in them."""
         raise NotImplementedError
 
     def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds. It needs the right `right` for `url`."""
+        """Repeat the request `run` until it succeeds. It needs the right `right` for `url`."""
         raise NotImplementedError
 
     def list(self, url: str, start: str = "", *, patience: float = PATIENCE) -> Blobs:
@@ -73,9 +73,9 @@ class Listing:
     def _pages(
         self, url: str, bucket: str, prefix: str, delimiter: str, patience: float, after: str = ""
     ) -> Iterator[Page]:
-        """Yield the pages of a listing. A failure repeats only one page, as there may be thousands.
+        """Yield the pages of a listing. As there may be thousands, only the page that failed is requested again.
 
-        Raises UserError for more files than IN_FOLDER or IN_TREE, and Outage for a listing that runs in a circle."""
+        Raises UserError for more files than IN_FOLDER or IN_TREE, and Outage for a listing that repeats itself."""
         root, marker = f"{self.scheme}://{bucket}/", ""
         markers, firsts = set[str](), set[str]()  # markers and first URLs of the pages so far
         count, empty, began = 0, 0, time.monotonic()
@@ -104,6 +104,6 @@ class Listing:
             marker = page.marker
             markers.add(marker)
             firsts |= {b.url for b in page.blobs[:1]}
-            if time.monotonic() > said + SAID and not after:  # a listing with `after` is one of several
+            if time.monotonic() > said + SAID and not after:  # concurrent listings, which have `after`, say nothing
                 said = time.monotonic()
                 log.warning("%s: %d files are listed after %.0f s, and there are more", url, count, said - began)

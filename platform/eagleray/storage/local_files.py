@@ -1,4 +1,4 @@
-"""Reads local disks, where a restarting file server fails for a while, and walks through local folders."""
+"""Reads local paths, with retries while the server of a network file system restarts, and lists folders recursively."""
 
 import errno
 import functools
@@ -12,12 +12,12 @@ from eagleray.storage.retry import PATIENCE, Transient, call_with_retries
 
 T = TypeVar("T")
 Inode = tuple[int, int]  # device number and inode number of a file
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors of a file server while it restarts
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # errors while the server of a network file system restarts
 
 
 def ask_disk(url: str, run: Callable[[], T], patience: float, *, absent: Exception | None = None) -> T:
-    """Repeat a call while a file server fails. Raises `absent`, if given, when the file does not exist, UserError for
-    other errors of the disk, and Outage after `patience` seconds."""
+    """Return the result of `run`, repeated while it fails with an error in PASSING. Raises `absent`, if given, when the
+    file does not exist, UserError for other errors of the disk, and Outage after `patience` seconds."""
 
     def attempt() -> T:
         try:
@@ -35,8 +35,8 @@ def ask_disk(url: str, run: Callable[[], T], patience: float, *, absent: Excepti
 def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
     """Yield the relative paths of all files in a local folder and below it, in no order. A missing folder has none.
 
-    Links to folders are followed, except to a folder that the link is in. Without `hidden`, names that begin with a dot
-    are left out. Raises UserError when a folder cannot be listed, and Outage."""
+    Links to folders are followed, except to a folder that contains the link. Without `hidden`, names that begin with a
+    dot are left out. Raises UserError when a folder cannot be listed, and Outage like `ask_disk`."""
     todo: list[tuple[str, tuple[Inode, ...]]] = [("", ())]  # folders, each with the inodes of those above it
     while todo:
         below, above = todo.pop()
@@ -53,7 +53,7 @@ def files_below(root: Path, *, hidden: bool = True) -> Iterator[str]:
 
 
 def _scan(folder: Path) -> tuple[Inode, list[tuple[str, bool]]]:
-    """Return the inode of a folder and its names, each with whether it is a folder. A missing folder has no names."""
+    """Return the inode of a folder, and for each name in it whether it is a folder. A missing folder has no names."""
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:

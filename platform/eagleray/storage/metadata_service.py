@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 IPV4, IPV6 = "http://169.254.169.254/", "http://[fd00:ec2::254]/"
-SECONDS = 1.0  # seconds, botocore's own limit for this service
+SECONDS = 1.0  # timeout of a request in seconds, as in botocore
 ROLE = "latest/meta-data/iam/security-credentials/"  # docs.aws.amazon.com/AWSEC2/latest/UserGuide, instance metadata
 
 
@@ -27,7 +27,7 @@ def failure(setting: Callable[[str], Any]) -> str:
         if not _overloaded(status):
             headers = {"X-aws-ec2-metadata-token": token} if status == 200 else {}
             status, role = _ask(address + ROLE, "GET", headers)
-            if status == 200 and role.strip():  # it has credentials, but did not give them a moment ago
+            if status == 200 and role.strip():  # it has a role, but did not give its credentials to botocore
                 return f"the metadata service at {address} did not give the credentials of its role"
     except TimeoutError:  # a server accepted the connection, but does not answer
         return f"the metadata service at {address} does not answer"

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from eagleray.storage import store
 
 READ = 2**20  # bytes per request to an object store, enough for many tar headers
-STEP = 4096  # bytes per read of a local file, and after a long jump
-PATIENCE = 600.0  # seconds, so that hours of work survive a store that is down for a minute
-FAR = 4 * READ  # bytes between two reads, above which the bytes between them are not read
+STEP = 4096  # bytes per sparse read of a local file, or of a store after a jump of more than FAR
+PATIENCE = 600.0  # seconds of retries, so that hours of work survive a store that is down for a minute
+FAR = 4 * READ  # bytes; after a longer jump, a sparse reader requests only STEP bytes
 
 
 class Span(NamedTuple):
@@ -28,7 +28,7 @@ def read_span(span: Span) -> memoryview:
 class RangeFile(io.RawIOBase):
     """Reads a span as a seekable stream.
 
-    `sparse` is for reading headers only: requests fetch few bytes, unless that would take more requests."""
+    With `sparse`, for headers alone, it reads STEP bytes at a time, unless that would take more requests to a store."""
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:
         self.span, self.at, self.end = span, 0, 0

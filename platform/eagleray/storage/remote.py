@@ -1,4 +1,4 @@
-"""The base of all stores over HTTP, which reads, writes and retries what may pass."""
+"""The base class of all stores over HTTP. It reads, writes, and retries requests that fail temporarily."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """An error that a service answers with: its status, the service's code, and one line with these and its message."""
+    """An error answer of a service: its status, the service's code, and a line with these and the message."""
 
     def __init__(self, status: int, code: str, line: str, missing: bool, *names: str, sender: Any = None) -> None:
         """`names` are the names by which the error is classified, by default its code and status. `sender` is the
@@ -32,9 +32,9 @@ class Refused(Exception):
 
 
 class RemoteStore(Listing):
-    """Reads files, lists folders and retries requests. Each store forms its own requests.
+    """Reads and writes files, lists folders and retries requests. Subclasses form the requests.
 
-    A store has `_open`, `_page`, `_put`, `_upload`, `_delete` and `_tag_said`, which raise Refused and Transient."""
+    A subclass has `_open`, `_page`, `_put`, `_upload`, `_delete` and `_tag_said`, which raise Refused and Transient."""
 
     lists = True
     unsigned = ""  # hint at the end of an error if no credentials were found
@@ -48,8 +48,8 @@ class RemoteStore(Listing):
         return True
 
     def _open(self, url: str, tag: str = "", span: str = "") -> Any:
-        """Request a file, or its bytes `span`, unless its tag has changed. Returns urllib3's response with an unread
-        body."""
+        """Request a file, or its bytes `span` as in the header Range, unless its tag is no longer `tag`. Returns
+        urllib3's response with an unread body."""
         raise NotImplementedError
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
@@ -150,7 +150,7 @@ class RemoteStore(Listing):
         self._call("delete", url, run, PATIENCE)
 
     def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:
-        """Repeat a request until it succeeds. `error_classes` says which errors may pass.
+        """Repeat the request `run` while its errors are temporary, as `error_classes` decides.
 
         Raises, each with one line, UserError for what the user has to change, and Outage after `patience` seconds."""
         from http.client import HTTPException
@@ -177,7 +177,7 @@ class RemoteStore(Listing):
         return call_with_retries(url, attempt, patience=patience)
 
     def _given_up(self, url: str, abort: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-        """A context that uploads a file in parts. After an error, the store is told to discard them, as they cost
+        """A context for an upload in parts. After an error, `abort` tells the store to discard the parts, as they cost
         money."""
 
         def undo() -> None:
@@ -187,8 +187,8 @@ class RemoteStore(Listing):
         return on_error(undo)
 
     def _lasting(self, right: Right, url: str, error: Refused) -> UserError:
-        """Return the error for the user. Raises Transient if it may pass, after dropping credentials that were
-        refused."""
+        """Return the UserError for a lasting error. Raises Transient for a temporary one, after dropping the
+        credentials if they were refused."""
         kind = error_classes.kind_of(*error.names)
         if kind is Kind.RENEW and self.anonymous:  # there are no credentials to renew
             kind = Kind.DENIED
@@ -198,13 +198,13 @@ class RemoteStore(Listing):
             raise Transient(error.line) from None
         if error.missing:
             return MissingFile(f"{url}: {error.line}")
-        changed = error.status == 412 and right == "read"  # Swift also says it of a listing without credentials
+        changed = error.status == 412 and right == "read"  # Swift also answers 412 to a listing without credentials
         return UserError(f"{url}: {CHANGED if changed else error.line + self.unsigned * self.anonymous}")
 
 
 @contextlib.contextmanager
 def _missing(absent: FileNotFoundError) -> Iterator[None]:
-    """A context that raises `absent` when a file is missing."""
+    """A context that raises `absent` instead of a Refused that says that a file is missing."""
     try:
         yield
     except Refused as e:
@@ -224,7 +224,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
     """Split the URL of an object into bucket and key. Raises UserError when it contains credentials, or no bucket."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
-    if "@" in bucket or ":" in bucket:  # a secret key may have slashes, so that the @ comes after them
+    if "@" in bucket or ":" in bucket:  # in USER:KEY@HOST, a slash in KEY ends `bucket` before the @
         raise UserError(f"{scheme}://: credentials do not belong in a URL, nor addresses; set them in the environment")
     if not bucket:
         raise UserError(f"{url}: expected {scheme}://BUCKET/...")

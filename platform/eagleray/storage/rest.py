@@ -1,4 +1,4 @@
-"""The base of the stores that are used over HTTP without a library of their cloud."""
+"""The base class of stores that are used by plain HTTP requests, without their cloud's own library."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ LINE = 2**16  # most bytes that are read of an error's body
 
 
 class Pools:
-    """Pools of connections to servers."""
+    """Connection pools to servers, with a manager for each proxy."""
 
     def __init__(self) -> None:
         self._lock, self._pools = threading.Lock(), dict[str, Any]()
@@ -40,7 +40,7 @@ class Pools:
 
 
 class RestStore(RemoteStore):
-    """Sends the requests of a store without using a library of its cloud."""
+    """Sends the requests of a store by plain HTTP, without its cloud's own library."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ T = TypeVar("T")
 PATIENCE = 10.0  # seconds of retries while a person waits
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts, at first and at most
 QUIET = 5.0  # seconds before the first warning; each of the next four waits twice as long
-_random = random.SystemRandom()  # needs no seed, which forked loader processes would share
+_random = random.SystemRandom()  # the system's generator, as forked loader processes would share a seed
 
 
 _least = ContextVar[float]("least", default=0.0)
@@ -24,8 +24,8 @@ _least = ContextVar[float]("least", default=0.0)
 
 @contextlib.contextmanager
 def at_least(patience: float) -> Iterator[None]:
-    """For a block, repeat the requests of this thread, and those of `ordered_map` in it, for at least `patience`
-    seconds. It is for places where nobody waits for an error, and an error would end hours of work."""
+    """A context that repeats requests of this thread, and of `ordered_map` in it, for at least `patience` seconds. It
+    is for places where nobody waits for an error, and an error would end hours of work."""
     before = _least.set(patience)
     try:
         yield

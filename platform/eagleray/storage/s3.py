@@ -20,11 +20,11 @@ from eagleray.storage.retry import Transient
 
 CONNECTIONS = 32
 PART = 16 * 2**20  # bytes; a larger file is uploaded in parts of this size
-MOST_PARTS = 10_000  # S3's limit per file; the parts of larger files are longer
+MOST_PARTS = 10_000  # S3's limit of parts per file; files above PART * MOST_PARTS have longer parts
 UPLOADS = 4  # parts uploaded at once
-UPLOAD = "upload"  # metadata of a file in parts: which upload it is from
+UPLOAD = "upload"  # key of a file's metadata with the id of the multipart upload that made it
 VANISHED = "the AWS credentials that were found before are gone"
-PAYER, REQUESTER = "AWS_REQUEST_PAYER", "requester"  # the variable by which GDAL is told to pay, and its only value
+PAYER, REQUESTER = "AWS_REQUEST_PAYER", "requester"  # variable of GDAL that lets the sender pay, and its only value
 ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
@@ -65,8 +65,8 @@ class S3Store(RemoteStore):
         return self._client is not None and not signs(self._client)
 
     def _ask(self, operation: str, **request: Any) -> Mapping[str, Any]:
-        """Send a request, and return the fields of the answer. Raises Refused, and Transient where botocore cannot read
-        them."""
+        """Send a request, and return the fields of the answer. Raises Refused for an error of S3, and Transient for a
+        broken connection or an answer that botocore cannot read."""
         from boto3.exceptions import Boto3Error
         from botocore import exceptions as boto
         from botocore.parsers import ResponseParserError
@@ -80,7 +80,7 @@ class S3Store(RemoteStore):
         except boto.ClientError as e:
             said = e.response
             status, error = said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), said.get("Error", {})
-            code = error.get("Code", "")  # an answer that is no error of S3 has none
+            code = error.get("Code", "")  # empty if the answer is not an error of S3
             line = f"{code or status}: {error.get('Message') or 'no reason is given'}"
             raise Refused(status, code, line, code == "NoSuchKey", sender=client) from None
         except (*passing, boto.BotoCoreError) as e:
@@ -127,7 +127,7 @@ class S3Store(RemoteStore):
         try:
             answer = self._ask("put_object", Bucket=bucket, Key=key, Body=data, **condition)
         except Refused as e:
-            if new and e.status == 501:  # it knows no conditions: of several writers, the last one's data stays
+            if new and e.status == 501:  # the server has no conditional writes, so the last writer's data stays
                 self._upload(url, data)
             raise
         if "ETag" not in answer:
@@ -180,8 +180,8 @@ class S3Store(RemoteStore):
 
 
 def make_client() -> Any:
-    """Create a client from the environment's settings. It is anonymous, as for public buckets, where the chain of
-    credentials has none; Transient is raised when a metadata service that may have some fails."""
+    """Create a client from the environment's settings. If no credentials are found, it is anonymous, as for public
+    buckets. Raises Transient when a metadata service that may have credentials fails."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
@@ -200,9 +200,9 @@ def make_client() -> Any:
     )
     with explained("s3://", ValueError):  # an endpoint without http://, say
         client = session.client("s3", config=config, region_name=region)
-        sender = client._endpoint.http_session  # botocore has no option for it
+        sender = client._endpoint.http_session  # botocore has no option for the classes of its pools
         sender._pool_classes_by_scheme.update(with_floor(sender._pool_classes_by_scheme))
-        # An answer to "may I send?" would be read by a class of botocore's own, without the floor.
+        # An answer to the header Expect would be read by a class of botocore that does not check the speed.
         client.meta.events.register("request-created.s3", _send_at_once)
         if (payer := os.environ.get(PAYER, REQUESTER)) != REQUESTER:
             raise UserError(f"{PAYER}={payer}: expected {REQUESTER}, or no such variable")
@@ -212,12 +212,12 @@ def make_client() -> Any:
 
 
 def _pay(params: Any, **_: Any) -> None:
-    """Let a request say that its sender pays for it, before it is signed."""
+    """Add the header that says that a request's sender pays for it, before the request is signed."""
     params["headers"]["x-amz-request-payer"] = REQUESTER
 
 
 def _send_at_once(request: Any, **_: Any) -> None:
-    """Let a request not wait for the permission to send its body."""
+    """Remove the header Expect, so that a request sends its body without waiting for permission."""
     del request.headers["Expect"]
 
 

@@ -31,15 +31,16 @@ def is_data(url: str) -> bool:
 
 
 def no_shards(names: Iterable[str], below: Iterable[str] = ()) -> str:
-    """Return text that says that no file in a folder is a shard, and of which kinds these and deeper files are."""
+    """Return text saying that no file in a folder is a shard, with the kinds of its files (`names`, and `below` it)."""
     direct, deeper = kinds_of_files(names), kinds_of_files(below)
     found = [direct] * bool(direct) + [f"{deeper} in subfolders"] * bool(deeper)
     return "no .tar shards there" + (f", but {', '.join(found)}" if found else ", nor anything else")
 
 
 def unread_files(names: Iterable[str], taken: Iterable[str]) -> str:
-    """Return text with the tars of a folder that are not shards, as they are hidden or compressed. If Parquet files are
-    taken, it has all files that are neither such files nor eagleray's index. It is empty if there are none."""
+    """Return text that counts the files of a folder that are not read, by kind; "" if there are none. If the `taken`
+    files are tars, only hidden and compressed tars count; if they are Parquet files, all other files count, except
+    index.parquet and names that begin with an underscore."""
     if any(is_parquet(name, ".") for name in taken):
         return kinds_of_files(n for n in names if not is_parquet(n) and not n.startswith("_") and n != INDEX)
     return kinds_of_files(n for n in names if not is_shard(n) and (is_shard(n, ".") or PACKED.search(n.lower())))

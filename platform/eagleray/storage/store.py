@@ -30,9 +30,8 @@ EDGE = 4096  # bytes at each end of a local file that its tag is computed from
 class Store(Protocol):
     """The interface of a store of files.
 
-    `lists` says whether folders can be listed, and files be written; `seeks`, whether a listing may begin anywhere.
-    Methods raise UserError, which names the URL, and Outage when the store has not answered for `patience` seconds.
-    """
+    `lists` says whether it can list folders and write files; `seeks`, whether `walk` can begin after a URL. Methods
+    raise UserError, which names the URL, and Outage when the store has not answered for `patience` seconds."""
 
     lists: bool
     seeks: bool
@@ -45,8 +44,8 @@ class Store(Protocol):
         """Yield the files directly in a folder, one page of the listing after the other."""
 
     def walk(self, url: str, after: str = "") -> Iterator[Blob]:
-        """Yield the files in a folder and in all folders below it, in any order; of a store that seeks, in the order of
-        their URLs and only those behind the URL `after`."""
+        """Yield the files in a folder and in all folders below it, in any order. A store that seeks yields only those
+        whose URLs come after `after`, in the order of URLs."""
 
     def tag(self, blob: Blob) -> str:
         """Return a string that changes when the content of the file does."""
@@ -66,8 +65,8 @@ class Store(Protocol):
     def create(self, url: str, data: bytes) -> bool:
         """Store a small file unless there is one. Returns whether this call, or another with the same data, made it.
 
-        Of several processes that call it at once one gets True. In a store that has no conditional writes, or whose are
-        not atomic, such as Swift's, several may, of which the last one's data stays."""
+        Of several processes that call it at once with different data, one gets True. If the store has no conditional
+        writes, or no atomic ones, as in Swift, several may get True, and the data of the last one stays."""
 
     def look(self, url: str) -> tuple[bytes, float]:
         """Return the whole file and the seconds since it was written, both times by the store's clock. Raises
@@ -120,7 +119,7 @@ class LocalStore:
     def write(self, url: str, data: bytes) -> None:
         path = local_path(url)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with durable_path(path) as part:  # each writer has its own part: several may write a note at once
+        with durable_path(path) as part:  # each writer has a temporary file of its own, as several may write at once
             part.write_bytes(data)
 
     def create(self, url: str, data: bytes) -> bool:
@@ -130,7 +129,7 @@ class LocalStore:
         try:
             part.write_bytes(data)
             sync_file(part)
-            os.link(part, path)  # whole from the first moment
+            os.link(part, path)  # the file is complete as soon as it has its name
             sync_folder(path.parent)
         except FileExistsError:
             return path.read_bytes() == data
@@ -194,7 +193,7 @@ def store(url: str) -> Store:
 
 
 def check_writable(url: str, key: str = "") -> None:
-    """Raises UserError, which names the key, for a URL whose store can only be read or has an unknown scheme."""
+    """Raises UserError, which names `key`, for a URL whose store can only be read or has an unknown scheme."""
     try:
         lists = store(url).lists
     except UserError as e:
@@ -206,7 +205,7 @@ def check_writable(url: str, key: str = "") -> None:
 
 
 def expect_access(url: str, rights: Sequence[Right] = RIGHTS) -> None:
-    """Wait for refused requests below a folder as for other outages: an earlier process of the same run did the same
+    """From now on, treat refused requests below a folder as temporary: an earlier process of the run had these rights
     there."""
     store(url).allowed.add_folder(url, rights)
 
@@ -217,17 +216,18 @@ def is_remote(url: str) -> bool:
 
 
 def folder_of(url: str) -> Path | None:
-    """Return the path on this machine that a URL names, at which programs can read and write; None for other URLs."""
+    """Return the path on this machine that a URL names, for programs that read and write files; None for other
+    stores."""
     return None if is_remote(url) else local_path(url)
 
 
 def may_exist(url: str) -> bool:
-    """Return whether there may be a file or folder: on this machine there is one, and another store is asked later."""
+    """Return whether a file or folder may exist: a local one must exist, and a remote one is looked for later."""
     return is_remote(url) or local_path(url).exists()
 
 
 def may_be_folder(url: str) -> bool:
-    """Return whether a URL may name a folder: on this machine it does, and another store is asked later."""
+    """Return whether a URL may name a folder: a local one must exist, and a remote one is looked for later."""
     return is_remote(url) or local_path(url).is_dir()
 
 
@@ -242,7 +242,7 @@ def parent(url: str) -> str:
 
 
 def absolute(url: str) -> str:
-    """Make a local path absolute, because workers have another working folder than the user; leave other URLs."""
+    """Make a local path absolute, as workers have another working folder than the user. Other URLs are not changed."""
     return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 
 
@@ -260,8 +260,8 @@ def put_bytes(url: str, data: bytes) -> None:
 
 
 def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Literal["file", "folder", ""]:
-    """Return what has exactly this name, or nothing: wildcards and braces in it are letters. The URL may be a `part`
-    of another one, which ends at a slash. Raises UserError and Outage when a store does not answer."""
+    """Return whether a file or a folder has exactly this name, without expanding wildcards and braces; "" for neither.
+    With `part`, the URL is followed by a slash and more. Raises UserError and Outage when a store does not answer."""
     if path := folder_of(url):
         return "folder" if path.is_dir() else "file" if path.is_file() else ""
     storage = store(url)
@@ -271,7 +271,7 @@ def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Lite
         there = _list(url, "", patience)
         if not there and storage.lists:  # a folder with nothing but folders in it
             there = list(itertools.islice(storage.walk(url), 1))
-    except UserError as e:  # such as of a web server that does not like the name; whoever lists hears it again
+    except UserError as e:  # such as a web server's refusal of the name; listing it later raises it again
         if isinstance(e.__context__, Outage):
             raise
         return ""
@@ -279,8 +279,8 @@ def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Lite
 
 
 def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
-    """Yield a pattern for each folder that a URL, also with braces or a glob, selects. A file or folder that there is
-    under the very name is taken before a name is read as a pattern. Raises UserError."""
+    """Yield a pattern for each folder in which a URL, perhaps with braces or a glob, selects files. A file or folder of
+    exactly this name is taken as it is. Raises UserError for wildcards before the file name, and as `expand_braces`."""
 
     @functools.cache
     def exists(name: str, part: bool) -> bool:
@@ -306,10 +306,10 @@ def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
 
 
 def list_shards(urls: str | Sequence[str], *, patience: float = PATIENCE) -> list[Blob]:
-    """Return the tar files that folders, globs and brace patterns select, each once, in the order of their URLs.
+    """Return the tars, or else the Parquet files, that folders, globs and brace patterns select, once each, sorted by
+    URL.
 
-    Raises UserError when a pattern matches no tar file, or a named file does not exist.
-    """
+    Raises UserError when a pattern matches no shard, or a named file does not exist."""
     given = [urls] if isinstance(urls, str) else urls
     found = select([p for url in given for p in patterns(url, patience)], patience)
     if not found:
@@ -325,10 +325,10 @@ def each_once(found: Mapping[Pattern, list[Blob]]) -> list[Blob]:
 def select(
     selected: Sequence[Pattern], patience: float = PATIENCE, unread: dict[str, str] | None = None
 ) -> dict[Pattern, list[Blob]]:
-    """Return the tar files of each pattern. A folder is listed once, however many patterns select files in it. `unread`
-    is filled with what is said of tars in whole folders that are no shards, by folder.
+    """Return the tars, or else the Parquet files, of each pattern. Each folder is listed once, however many patterns
+    select files in it. `unread`, if given, gets the text of `unread_files` of each folder that is selected as a whole.
 
-    Raises UserError when a pattern matches no tar file, or a named file does not exist."""
+    Raises UserError when a pattern matches no shard, or a named file does not exist."""
     out: dict[Pattern, list[Blob]] = {}
     for folder, group in itertools.groupby(sorted(selected, key=lambda p: p.folder), key=lambda p: p.folder):
         mine = list(group)
@@ -343,8 +343,8 @@ def select(
 
 
 def _inside(p: Pattern, files: Iterable[str], patience: float) -> list[Blob]:
-    """Return the shards in a folder of a store that is called like a shard. Raises UserError when there are none, which
-    names the `files` that are there."""
+    """Return the shards in a remote folder that has a shard's name, such as x.tar, as given by the pattern. Raises
+    UserError when there are none, with the kinds of the `files` beside it."""
     if not p.is_glob and is_remote(p.folder) and store(p.folder).lists:
         inside = {b.url.rpartition("/")[2]: b for b in _list(f"{p.folder}/{p.name}/", "", patience)}
         if names := Pattern(p.url, p.folder, "").choose(inside):
@@ -360,13 +360,13 @@ def _inside(p: Pattern, files: Iterable[str], patience: float) -> list[Blob]:
 
 
 def _below(folder: str) -> list[str]:
-    """Return the names of the first files in the folders below a folder."""
+    """Return the names of the first LOOK files in the folders below a folder."""
     deeper = (blob.url for blob in store(folder).walk(f"{folder}/") if "/" in blob.url.removeprefix(f"{folder}/"))
     return [url.rpartition("/")[2] for url in itertools.islice(deeper, LOOK)]
 
 
 def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
-    """Return the files of a folder that patterns may select; from a store without listings, those that they name."""
+    """Return the files of a folder that patterns may select; without listings, the files that the patterns name."""
     if store(folder + "/").lists:
         # A prefix of characters, not of path components, is what a listing can be restricted to.
         return _list(folder + "/", os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine]), patience)  # noqa: RUF071
@@ -384,6 +384,6 @@ def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
 
 
 def _list(url: str, start: str, patience: float) -> list[Blob]:
-    """List a folder of shards. Raises as `answering`."""
+    """List a folder of shards. Raises UserError or Outage like `answering`."""
     with answering(patience):
         return store(url).list(url, start, patience=patience)

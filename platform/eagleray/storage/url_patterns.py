@@ -19,7 +19,7 @@ NAMES = 1_000_000  # most names that the braces of a pattern may stand for
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """The files that a URL selects in one folder: by a file name, by a glob, or every .tar if the name is empty.
-    Parquet files are selected if no tar is."""
+    Parquet files are selected if no tar matches."""
 
     url: str  # as the user wrote it
     folder: str
@@ -32,7 +32,7 @@ class Pattern:
         return not self.name or (not self.literal and any(c in self.name for c in "*?["))
 
     def matches(self, name: str, of_parquet: bool = False) -> bool:
-        """Return whether the pattern selects a tar, or a Parquet file, of this name in its folder."""
+        """Return whether the pattern selects a tar, or with `of_parquet` a Parquet file, of this name in its folder."""
         return (is_parquet if of_parquet else is_shard)(name, self.name) and (
             name == self.name or (self.is_glob and fnmatch.fnmatchcase(name, self.name or "*"))
         )
@@ -44,8 +44,8 @@ class Pattern:
 
 
 def split_literal(url: str, exists: Callable[[str, bool], bool]) -> tuple[str, str]:
-    """Return the longest beginning of a URL, up to a slash or its end, that exists literally, and the rest, which is a
-    pattern. Parts without characters of patterns count as existing.
+    """Divide a URL after its longest beginning, up to a slash or its end, that exists literally. The rest is a pattern.
+    Parts without wildcards and braces count as existing.
 
     For other parts, `exists` is called with the URL up to the part's end, and whether more follows."""
     begin = url.find("://") + 3 if "://" in url else 0
@@ -60,7 +60,7 @@ def split_literal(url: str, exists: Callable[[str, bool], bool]) -> tuple[str, s
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield every string that `{a,b}` and `{000..012}` in a pattern stand for, as in a shell. Raises UserError."""
+    """Yield all strings that a pattern's `{a,b}` and `{000..012}` give, as in a shell. Raises UserError above NAMES."""
     if (count := _most_names(pattern)) > NAMES:
         raise UserError(f"{pattern[:200]}: braces for up to {count:.3g} names, expected at most {NAMES:,}")
     try:

@@ -1,8 +1,8 @@
 """Lists a folder of a store with many concurrent requests, by dividing its names into spans during the listing.
 
-The distribution of the names is unknown. So an idle thread halves the rest of the span that has yielded most files,
-between the characters of its ends. If no names lie after the middle, one request shows it, and the next middle is
-nearer. Wherever spans are halved, each name is in exactly one span."""
+How the names are distributed is unknown, so an idle thread takes over the second half of the unlisted rest of the span
+that has yielded most files. The middle is computed from the characters of the span's ends. If no names follow it, one
+request shows this, and the next middle is nearer. Each name is always in exactly one span."""
 
 import itertools
 import queue
@@ -17,9 +17,9 @@ from eagleray.storage.store import store
 
 WIDTH = 16  # concurrent listings
 BATCH = 1000  # files per batch: a page of S3
-TRIES = 64  # spans that may be split off, plus one for each full batch; it bounds the number of requests
-LOW, HIGH = 0x20, 0x7E  # codes of the first and last character of middles
-Names = tuple[str, str]  # a span: names after the first one, up to the second one; empty: without a bound
+TRIES = 64  # number of spans that may be split off, plus one per full batch; it bounds the number of requests
+LOW, HIGH = 0x20, 0x7E  # smallest and largest character code that `middle` inserts
+Names = tuple[str, str]  # bounds of a span: names after the first, up to and with the second; empty: no bound
 WHOLE: Names = ("", "")
 
 
@@ -36,10 +36,10 @@ class Disordered(Exception):
 
 
 def wide_walk(url: str, left: Sequence[Names]) -> Iterator[tuple[list[Blob], list[Names]]]:
-    """Yield the files of some spans of a folder in batches, each with the spans that are left after it.
+    """Yield the files in the spans `left` of a folder in batches, each with the spans that are left after it.
 
-    The span of a whole folder is WHOLE, also where a store can only list from the beginning. Raises UserError, Outage,
-    and Disordered for a store that does not list in the order of names."""
+    WHOLE is the span of all names. A store that can only list from the beginning lists all names, whatever `left` is.
+    Raises UserError, Outage, and Disordered for a store that does not list in the order of names."""
     if store(url).seeks:
         yield from _WideWalk(url, left)
         return
@@ -154,8 +154,8 @@ class _WideWalk:
 
 
 def middle(low: str, high: str) -> str:
-    """Return a text between two others, near their middle by characters, or an empty text if there is none. An empty
-    `high` is above everything."""
+    """Return a text between `low` and `high`, about halfway by character codes, or "" if there is none. An empty `high`
+    is above everything."""
     out, bounded = "", bool(high)
     for at in range(len(low) + 1):
         one = min(max(ord(low[at]), LOW - 1), HIGH) if at < len(low) else LOW - 1

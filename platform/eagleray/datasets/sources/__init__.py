@@ -1,1 +1,1 @@
-"""List and read the images and labels of each kind of source, with one file for each kind."""
+"""List and read the images and labels of each kind of source, with one module for each kind."""

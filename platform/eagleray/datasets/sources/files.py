@@ -46,10 +46,10 @@ def by_name(blobs: Iterable[Blob]) -> dict[str, Blob]:
 
 
 def pick(origin: str, blobs: Mapping[str, Blob], names: Iterable[str], archive: str = "") -> list[Blob]:
-    """Return the files with some names. A name may be two alternatives divided by ` or `.
+    """Return the files of these `names` among `blobs`. A name may be two alternatives divided by ` or `.
 
-    Raises UserError, which names the first missing file and the archive to unpack it from. In the name of the archive,
-    {} stands for the name of the file."""
+    Raises UserError, which names the first missing file and the `archive` that contains it. In `archive`, {} stands for
+    the name of the file."""
     found = {name: next((blobs[n] for n in name.split(" or ") if n in blobs), None) for name in names}
     if missing := next((name for name, blob in found.items() if blob is None), None):
         hint = f", unpacked from {archive.format(missing)}" if archive else ""

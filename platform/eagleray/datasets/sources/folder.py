@@ -30,7 +30,7 @@ def folder(options: PrepareOptions) -> SourceFiles:
 
 
 def coco(options: PrepareOptions) -> SourceFiles:
-    """Find the images of a split of COCO: the folder that its zip file unpacks to, below the folder of the data set."""
+    """Find the images of a split of COCO in the folder below `origin` to which the split's zip file unpacks."""
     root = f"{options.origin}/{options.split}"
     blobs, unread = _find(root)
     if not blobs:
@@ -66,7 +66,7 @@ def _items(origin: str, blobs: Sequence[Blob], labels: dict[str, int] | None = N
 def caltech_101(options: PrepareOptions) -> SourceFiles:
     """Find 101_ObjectCategories/ in the folder. Its subfolder BACKGROUND_Google counts as the 102nd class.
 
-    It has no splits. As is usual, 30 random images of each class are for training."""
+    Caltech-101 has no splits. As is usual, 30 random images of each class are for training, the others for testing."""
     root = f"{options.origin}/{CALTECH}"
     images = files.by_path((b for b in files.list_tree(root) if is_image(b.url)), root)
     if not images:

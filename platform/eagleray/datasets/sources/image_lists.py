@@ -1,4 +1,4 @@
-"""Read data sets whose images are listed with their classes in text files, in CSV or in lines of JSON."""
+"""Read data sets whose images are listed with their classes in text files, CSV files or files with a JSON per line."""
 
 import json
 import re
@@ -20,8 +20,8 @@ VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-VOC_MARKS = {1: 1, -1: 0, 0: -1}  # PASCAL VOC's present, absent and difficult, and the marks of `multilabel`
-MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # the two phases of the challenge differ
+VOC_MARKS = {1: 1, -1: 0, 0: -1}  # from PASCAL VOC's present, absent and difficult to the marks of `multilabel`
+MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # the name of dev depends on the phase
 WEBVISION = {
     "train": ("info/train_filelist_google.txt", "info/train_filelist_flickr.txt"),
     "val": ("info/val_filelist.txt",),
@@ -107,7 +107,7 @@ def _sign(text: str, file: str) -> int:
 
 
 def hateful_memes(options: PrepareOptions) -> SourceFiles:
-    """Find img/ and the splits' lists in lines of JSON. The text of the memes is not used.
+    """Find img/ and the list of a split, which has a JSON object on each line. The text of the memes is not used.
 
     The labels of the test images are not public, so papers report results on the split dev."""
 
@@ -193,7 +193,7 @@ def _variant_row(line: str) -> Row:
 def _paths(
     options: PrepareOptions, splits: Mapping[str, Sequence[str]], folder: str, parse: Callable[[str], Row]
 ) -> SourceFiles:
-    """Find the images in `folder` and the lists of all splits, as all of them together decide the classes' numbers."""
+    """Find the images in `folder`, and the lists of all splits, as labels number the classes of all splits together."""
     names = sorted({name for of_split in splits.values() for name in of_split})
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:

@@ -1,9 +1,9 @@
-"""ImageNet-1k and ImageNet-22k in several layouts, with the validation labels, and subsets of ImageNet-1k's classes.
+"""Read ImageNet-1k (with validation labels) and ImageNet-22k in several layouts, and subsets of ImageNet-1k's classes.
 
-The layouts are a tar of class tars, class tars, and class folders. ImageNet-100 was chosen by CMC (Tian et al. 2020,
-arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017, "Deep Adaptive Image Clustering") and is used by
-Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after it, by SelfPatch; the repositories of both list the
-same ten classes."""
+The layouts are a tar with a tar for each class in it, a tar for each class, and a folder for each class. ImageNet-100
+was chosen by CMC (Tian et al. 2020, arXiv:1906.05849). ImageNet-10 was chosen by DAC (Chang et al. 2017, "Deep Adaptive
+Image Clustering") and is used by Contrastive Clustering (Li et al. 2020, arXiv:2009.09687) and, after it, by SelfPatch;
+the repositories of both list the same ten classes."""
 
 import io
 import re
@@ -147,7 +147,7 @@ def _kaggle(url: str) -> dict[str, str]:
 def _devkit(url: str) -> dict[str, str]:
     """Read the class of every image from the development kit.
 
-    The kit has its own numbers of classes, which meta.mat translates to names. The classes are the synsets without
+    The kit has class numbers of its own, which meta.mat translates to WordNet ids. The classes are the synsets without
     children."""
     parts, message = _devkit_files(url), f"{url}: not the development kit of ILSVRC 2012"
     with explained(message, KeyError, ValueError, TypeError, IndexError, OverflowError):

@@ -16,7 +16,7 @@ from eagleray.data.tar_headers import LONGEST_NAME
 
 BATCH = 65_536  # items per chunk of a table
 MOST = 10**18 - 1  # largest label that the index accepts
-LONGEST_KEY = LONGEST_NAME - 40  # bytes; a key and its extension together are a name in a tar
+LONGEST_KEY = LONGEST_NAME - 40  # bytes; the other 40 are for the extension, as both are one name in a tar
 
 
 class Item(NamedTuple):
@@ -24,16 +24,16 @@ class Item(NamedTuple):
 
     key: str
     url: str  # URL of the file that holds the image
-    offset: int  # bytes; in a Parquet file the number of the row in its row group
+    offset: int  # bytes; in Parquet the row's index in its row group, in HDF5 and MATLAB files the image's index
     size: int  # bytes; in a Parquet file an estimate
     extension: str = ""  # lower case; empty if only the bytes tell the format
     label: int = -1
-    group: int = -1  # number of a Parquet file's row group, which is read as a whole; -1 if the image is read by itself
+    group: int = -1  # index of the row group or HDF5 chunk that is read as a whole; -1 if the image is read by itself
     meta: str | None = None  # metadata in JSON
     reason: str | None = None  # why the image is dropped; None if it is not
 
 
-TEXT = pa.large_string()  # the offsets of plain strings end at 2 GiB
+TEXT = pa.large_string()  # an array of pa.string() holds at most 2 GiB
 SCHEMA = pa.schema(
     [
         ("key", TEXT),
@@ -56,7 +56,7 @@ class Listing:
     items: Iterable[Item]  # their order depends on the source alone
     classes: Sequence[str] = ()  # names by label
     note: str = ""  # one line on what the source has but the items lack
-    found: Callable[[], str] = str  # returns such a line that is known only after the items were read
+    found: Callable[[], str] = str  # returns a second note, or "", once the items have been read
 
 
 def table(items: Iterable[Item]) -> pa.Table:
@@ -73,20 +73,21 @@ def table(items: Iterable[Item]) -> pa.Table:
 
 
 def _stored(item: Item) -> Item:
-    """Return an item as a table and a tar can hold it. Raises UserError for a label above MOST."""
+    """Return an item whose texts are valid UTF-8 and whose key can be a name in a tar. An item whose key is too long
+    gets a reason to be dropped. Raises UserError for a label above MOST."""
     if item.label > MOST:
         raise UserError(f"{item.url}: the label of {readable(item.key)} is {item.label:.3g}, more than {MOST}")
     if (length := len(item.key.encode(errors="surrogateescape"))) > LONGEST_KEY:
         item = item._replace(key=item.key[:60], reason=f"its key has {length} bytes, more than {LONGEST_KEY}")
     return item._replace(
-        key=to_text(item.key.replace("\0", "_")),  # a name in a tar ends at a 0
+        key=to_text(item.key.replace("\0", "_")),  # a name in a tar ends at a null byte
         url=to_text(item.url),
         reason=item.reason and readable(item.reason),
     )
 
 
 def items_of(items: pa.Table) -> list[Item]:
-    """Return the items of a table. Keys and URLs are file names as Python has them, with surrogates."""
+    """Return the items of a table. Keys and URLs are file names as Python decodes them, with surrogates (PEP 383)."""
     rows = map(Item._make, zip(*(column.to_pylist() for column in items.columns), strict=True))
     return [row._replace(key=from_text(row.key), url=from_text(row.url)) for row in rows]
 
@@ -110,7 +111,7 @@ def key_and_extension(name: str) -> tuple[str, str]:
 
 
 def metadata_json(columns: Mapping[str, Any]) -> str | None:
-    """Encode the metadata of an image, everything but its label, as JSON. Return None if there is none."""
+    """Encode `columns`, the metadata of an image without its label, as JSON. Return None if all of them are empty."""
     values = {k: v for k, v in columns.items() if v not in (None, "")}
     return to_json(values) if values else None
 

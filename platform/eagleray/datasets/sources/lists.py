@@ -1,4 +1,4 @@
-"""Find the images of a data set whose classes are in lists, and read such lists, with one image on each line."""
+"""Find the images of a data set with lists that have an image and its class on each line, and read such lists."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ def find_listed(
 ) -> SourceFiles:
     """Find the lists of a data set, and the images in a folder. The paths of both are relative to `origin`.
 
-    With `anywhere`, the lists may be in any folder. They name an image `by` its path in the folder, by its whole path
-    below `origin` or by its file name. Raises UserError when a list is missing, or when there is no image; `expected`
-    then describes what is missing."""
+    With `anywhere`, the lists may be in any folder. The lists name an image `by` its path in the folder, by its whole
+    path below `origin` or by its file name. Raises UserError when a list is missing, or when there is no image;
+    `expected` then describes what is missing."""
     if anywhere:
         names = files.by_name(files.list_tree(origin))
         there = {table: names[name] for table in tables if (name := PurePosixPath(table).name) in names}
@@ -54,7 +54,7 @@ def find_listed(
 
 
 def lines(url: str) -> Iterator[tuple[int, str]]:
-    """Yield the number and the stripped text of every line of a text file that is not blank."""
+    """Yield the number, from 1 on, and the stripped text of every line that is not blank."""
     for number, line in enumerate(files.read_text(url).splitlines(), 1):
         if line.strip():
             yield number, line.strip()
@@ -76,7 +76,7 @@ def read_labels(url: str, pattern: str, expected: str, labels: range) -> Iterato
 
 
 def names_of(classes: Mapping[int, str]) -> list[str]:
-    """Return the names of classes in the order of their labels. A label without a name has an empty one."""
+    """Return the names of classes in the order of their labels. A label without a name gets an empty name."""
     return [classes.get(label, "") for label in range(max(classes, default=-1) + 1)]
 
 

@@ -15,7 +15,7 @@ from eagleray.base.errors import UserError, explained
 from eagleray.datasets.sources import files
 
 LARGEST = 2**30  # most bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
-HEADER, COMPRESSED = 128, 15  # bytes before a file's first element; type of a compressed element
+HEADER, COMPRESSED = 128, 15  # bytes before a file's first element; code of the type of a compressed element
 PIECE = 2**20  # bytes unpacked at a time to measure the unpacked size, so that not all of it is in memory
 
 # SciPy's reader is not memory-safe: modified bytes may crash it, so it runs in a separate process.
@@ -77,7 +77,7 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
 
 
 def _unpacked(data: bytes) -> int:
-    """Return the total unpacked size of the elements of a MATLAB 5 file in bytes, or a number above LARGEST."""
+    """Return the unpacked size in bytes of a MATLAB 5 file's elements. Counting stops above LARGEST."""
     order, at, total = ">" if data[HEADER - 2 : HEADER] == b"MI" else "<", HEADER, 0
     while at + 8 <= len(data) and total <= LARGEST:
         kind, size = struct.unpack_from(f"{order}II", data, at)

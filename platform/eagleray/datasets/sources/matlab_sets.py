@@ -67,7 +67,7 @@ def _cars(table: Blob) -> Rows:
 
 
 def svhn(options: PrepareOptions) -> SourceFiles:
-    """Find train_32x32.mat or test_32x32.mat in the folder. The digit 0 has the label 10 there."""
+    """Find train_32x32.mat or test_32x32.mat in the folder. In these files, the digit 0 has the label 10."""
     there = files.by_name(files.list_folder(options.origin + "/"))
     [table] = files.pick(options.origin, there, [f"{options.split}_32x32.mat"])
     return SourceFiles([table], lambda: Listing(_digits(table, options.split), DIGITS), read_digits)

@@ -22,15 +22,15 @@ from eagleray.storage.shard_names import is_parquet
 from eagleray.storage.store import list_shards
 
 LABEL = "label"
-MOST_AT_ONCE = 2**32  # most bytes of the images of one shard, and so of one row group
-FEW = 2**16  # rows that even a small file may have; a larger file may have one row per byte
+MOST_AT_ONCE = 2**32  # most bytes of images in a shard, and so in a row group
+FEW = 2**16  # most rows of a file of fewer bytes than this; a larger file may have one row per byte
 MOST_TEXT = 2**31  # most characters of the metadata of one file
-ROWS = 256  # rows of the other columns that are read at a time
+ROWS = 256  # most rows that are read at a time from the columns without images
 
 
 def parquet(options: PrepareOptions) -> SourceFiles:
-    """Find a Parquet file, all in a folder, or those that a pattern or an hf:// URL selects. Whole numbers in a column
-    named `label` are classes."""
+    """Find one Parquet file, all those in a folder, or those that a pattern or an hf:// URL selects. Whole numbers in a
+    column named `label` are classes."""
     if options.origin.startswith("hf://") or any(c in options.origin for c in "*?["):
         blobs = [b for b in list_shards(options.origin) if is_parquet(b.url)]
     elif options.origin.lower().endswith(".parquet"):
@@ -73,8 +73,8 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
 
 
 def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) -> Iterator[pa.Buffer | None]:
-    """Yield the images of a row group, in the order of its rows. They are read one by one, as one large value, stored
-    once, may stand in all rows."""
+    """Yield the images of a row group, in the order of its rows. They are read one by one, because one large value that
+    is stored only once may stand in all rows."""
     for batch in batches(file, url, group, [column], 1):
         cells = batch.column(0)
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
@@ -112,7 +112,7 @@ def _open_listed(blob: Blob) -> pq.ParquetFile:
 
 
 def _no_classes(column: str, blob: Blob) -> str:
-    """Return in one line why a file's column `label` does not hold classes, or "" if it does, or does not exist. Whole
+    """Return in one line why a file's column `label` does not hold classes, or "" if it does or is missing. Whole
     floating-point numbers are classes, as pandas stores integers as floats if one is missing."""
     file = _open_listed(blob)
     if column == LABEL or LABEL not in file.schema_arrow.names:
@@ -136,7 +136,7 @@ def _no_classes(column: str, blob: Blob) -> str:
 
 
 def _items(blob: Blob, column: str, *, labelled: bool) -> Iterator[Item]:
-    """Yield an item for every row of a file, with its label's class if the files are `labelled`.
+    """Yield an item for every row of a file, with the class in the column `label` if the files are `labelled`.
 
     The size of an image is estimated as the mean of its row group, as the exact size is known only after reading it."""
     file = _open_listed(blob)

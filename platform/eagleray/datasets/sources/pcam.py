@@ -49,8 +49,8 @@ def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
 
 
 def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, in any order of the
-    items."""
+    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, whatever the order
+    of the items."""
     images: list[Data] = [b""] * len(items)
     by_place = sorted(range(len(items)), key=lambda i: (items[i].url, items[i].offset))
     for url, of_file in groupby(by_place, key=lambda i: items[i].url):
@@ -68,7 +68,7 @@ def _rows_of_chunk(x: Any) -> int:
 
 
 def _dataset(url: str, size: int, name: str) -> Any:
-    """Open a data set of an HDF5 file, local or by URL. Raises UserError without h5py, or if the file lacks it."""
+    """Open the data set `name` of an HDF5 file, local or by URL. Raises UserError without h5py or this data set."""
     missing = "pcam: its files need h5py, which is not installed: pip install 'eagleray[hdf5]'"
     with explained(missing, ImportError, why=False):
         import h5py

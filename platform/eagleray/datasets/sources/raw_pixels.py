@@ -92,7 +92,7 @@ def _cifar(
 def stl10(options: PrepareOptions) -> SourceFiles:
     """Find the files of the labelled images of a split in the folder stl10_binary, or in a folder above it.
 
-    The planes of an image are stored column by column."""
+    The colour planes of an image are stored column by column."""
     split, side = options.split, 96
     blobs = files.by_name(files.list_tree(options.origin))
     names = [f"{split}_X.bin", f"{split}_y.bin", "class_names.txt"]
@@ -124,7 +124,8 @@ def _ranges(
 
 
 def _reader(shape: tuple[int, ...], axes: tuple[int, ...]) -> partial[Iterator[tuple[Item, Data]]]:
-    """Return a function that reads images, stored in `shape`. `axes` are its axes of rows, columns and colours."""
+    """Return a function that reads images stored as arrays of `shape`. `axes` are those of rows, columns and
+    colours."""
     return partial(read_ranges, encode=partial(_png, shape=shape, axes=axes))
 
 
@@ -167,7 +168,7 @@ def _faces(blob: Blob, usages: Sequence[bytes]) -> Iterator[Item]:
 
 
 def _face_png(words: Data) -> bytes:
-    """Encode a face as a PNG. `words` are its grey values in decimal numbers. Raises UserError for one above 255."""
+    """Encode a face as a PNG, from its grey values as decimal `words`. Raises UserError for a value above 255."""
     pixels = np.array(bytes(words).split(), np.int64)
     if pixels.max() > 255:
         raise UserError(f"{FER2013}: expected grey values from 0 to 255, found {pixels.max()}")

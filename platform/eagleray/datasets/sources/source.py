@@ -37,7 +37,7 @@ class PrepareOptions:
     size: int = 128  # MiB of source files per shard
     max_side: int = 0  # largest longer side in pixels; 0: no limit
     min_side: int = 0  # least shorter side in pixels
-    channels: int = 0  # 0: red, green and blue
+    channels: int = 0  # number of channels of the images; 0: red, green and blue
     dedup: bool = False
     seed: int = 0
 
@@ -67,9 +67,9 @@ class Dataset:
     title: str
     short: str  # name in the file names of recipes
     classes: int
-    splits: Mapping[str, int]  # number of images of each split, the first of which is the default of `eagleray prepare`
+    splits: Mapping[str, int]  # number of images of each split; the first split is the default of `eagleray prepare`
     obtain: str  # how a person gets the data, as a sentence without its full stop
-    contents: str  # required content of FROM, for the table in docs/finetune.md
+    contents: str  # files that the argument FROM must hold, for the table in docs/finetune.md
 
     def __str__(self) -> str:
         first, second, *parts = (f"{count:,} in {name}" for name, count in self.splits.items())
@@ -91,7 +91,7 @@ class SourceFiles:
     """The files of a source. Their images are listed only when `listing` is called."""
 
     files: Sequence[Blob]  # every file that is read; equal files give equal items
-    listing: Callable[[], Listing]  # may read the headers of all archives
+    listing: Callable[[], Listing]  # lists the images, for which it may read the headers of all archives
     read: Read = read_ranges
     unread: str = ""  # text with the number of files that are not images, by extension; empty if there are none
 

@@ -65,7 +65,7 @@ def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
 
 
 def _without_label(item: Item, unread: Counter[str]) -> Item:
-    """Return the item with no label instead of one that cannot be read, and count such labels by shard."""
+    """Return an item, without its label if that cannot be read; `unread` counts such items by the shard's URL."""
     if item.label != UNREAD:
         return item
     unread[item.url] += 1
@@ -73,7 +73,7 @@ def _without_label(item: Item, unread: Counter[str]) -> Item:
 
 
 def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
-    """Return an item, with the reason to leave it out if it is not wanted."""
+    """Return an item, with the reason to leave it out if its offset is not among those `wanted` of its shard."""
     offsets = wanted.get(item.url, np.empty(0, np.int64))
     at = int(np.searchsorted(offsets, item.offset))
     if item.reason or (at < len(offsets) and offsets[at] == item.offset):
@@ -82,7 +82,7 @@ def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
 
 
 def _samples(blob: Blob) -> list[Item]:
-    """List the samples of a shard. Each is a run of neighbouring files with the same key.
+    """List the samples of a shard. A sample is a run of neighbouring files with the same key.
 
     In a damaged shard, the samples before the damage are listed, followed by an item with the reason."""
     name = blob.url.rpartition("/")[2]
@@ -103,14 +103,14 @@ class _Part(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last extension."""
+        """The part of the extension after its last dot."""
         return self.extension.rpartition(".")[2]
 
 
 def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
     """Yield the key and the position of every file in a shard whose name has a key and an extension.
 
-    Damage is put into a list, because an error would lose the sample before it."""
+    An error of the tar is put into `damage` and not raised, as raising it would lose the sample before it."""
     try:
         for span, sparse in members_and_holes(Span("", blob.url, 0, blob.size)):
             if names := key_and_extension(span.name):
