@@ -1,7 +1,6 @@
 """List the protocols that fine-tune detectors and segmenters, and the one that tracks objects in videos.
 
-A class imports the module that computes its numbers when it runs, so that light commands know all settings.
-"""
+Each class imports the module that computes its numbers in `run`, so that listing settings does not load PyTorch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +32,7 @@ class Detection(Protocol[Path]):
 
 
 class Positives(SizedProtocol[Path]):
-    """Count the neighbours of a patch that show the same objects, and how many of the most similar neighbours do."""
+    """Count the neighbours of a patch that show the same objects, and their share of its most similar neighbours."""
 
     about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
     patches = True

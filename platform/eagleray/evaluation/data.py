@@ -1,4 +1,4 @@
-"""Open the data of a command for its protocols, in the command's own process or on one of several ranks."""
+"""Open the data of an `eagleray evaluate` command for its protocols, in the command's own process or on each rank."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from eagleray.storage.folder_copy import local_folder
 
 
 class RankSource(Source):
-    """The data of a command on one of several ranks, which open the data together."""
+    """Opens the data of an `eagleray evaluate` command on a rank. All ranks open it together."""
 
     def __init__(self, inputs: Inputs, note: Note = lambda _: None) -> None:
         self.inputs, self.note = inputs, note
-        self.places = inputs.urls  # URLs of shards by option, from which indexes are opened
+        self.places = inputs.urls  # URLs of shards by option (train, test), to open their indexes
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +38,7 @@ class RankSource(Source):
         return open_on_all(lambda: open_index(url, spare, note=lambda _: None, channels=channels))
 
     def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
-        """Return the features of a task by type, for this rank's share of the images."""
+        """Return the features that `task` describes, by type, for this rank's share of its images."""
         return own_features(index, task, self.note)
 
     def labelled(self) -> ProbeSets:
@@ -63,7 +63,7 @@ class RankSource(Source):
         return FrozenFeatures(partial(self.extract, need, sets), sets.digest, self.inputs.bank)
 
     def extract(self, need: Features, sets: ProbeSets) -> Extracted:
-        """Return the features of both sets. Raises UserError when no image of one of them can be decoded."""
+        """Return the features of both sets. Raises UserError when no labelled image of one of the sets decodes."""
         urls, given = self.inputs.urls, self.inputs.given
         each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
         train, test = (
@@ -93,7 +93,7 @@ class RankSource(Source):
 
 
 class CommandSource(RankSource):
-    """The data of a command in its own process. Each data set is opened once for all protocols."""
+    """Opens the data of an `eagleray evaluate` command in its own process, each data set once for all protocols."""
 
     def __init__(self, inputs: Inputs, target: Target, workers: int, note: Note) -> None:
         """Features are extracted by `workers` Ray tasks, or by this process if `workers` is 0."""

@@ -1,4 +1,4 @@
-"""Embed all samples of a data set: write a backbone's features to Parquet files. A killed command can continue."""
+"""Embed a data set: write a backbone's features of all samples to Parquet files. A killed command can be continued."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ from eagleray.protocols.features import check_kind, embedded, read_kinds
 from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
-PARTS = 16  # largest number of parts computed by one task with a GPU
+PARTS = 16  # most parts of an embedding that one Ray task with a GPU computes
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of an embedding, as sent to the process that computes it."""
 
-    number: int
+    number: int  # index of the part in the table
     table: SampleTable
     url: str  # URL of the shards
     inputs: Inputs
@@ -56,7 +56,7 @@ def embed(
     """Write the features of all samples into the folder or URL `out`. Parts that exist already are not computed again.
 
     Raises UserError when the options contradict each other, when `out` has features of other images or another
-    backbone, and when the backbone lacks this type of features; Outage when a store does not answer."""
+    backbone, and when the backbone has no features of type `kind`; Outage when a store does not answer."""
     size = target.settings.size if size is None else whole("size", size, 1)
     resize = target.settings.resize if resize is None else whole("resize", resize, 1)
     check_crop(size, resize)
@@ -104,7 +104,7 @@ def default_folder(index: Index, target: Target) -> str:
 @in_eval_mode
 @torch.inference_mode()
 def width(backbone: Backbone, kind: str, size: int) -> int:
-    """Return the width D of a type of features."""
+    """Return the length D of the backbone's feature vectors of type `kind` for square images of `size` pixels."""
     x = torch.zeros(1, backbone.channels, size, size, device=next(backbone.parameters()).device)
     return int(read_kinds(backbone, x, [kind])[kind].shape[1])
 
@@ -128,8 +128,8 @@ def features_of(
     precision: Format,
     reading: Reading = THREADS,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the features (n, D) of consecutive samples, and whether each image could be decoded (n,). `settings` are
-    those of an embedding."""
+    """Return the features (n, D) of n consecutive samples, and a mask (n,) of the images that decode. `settings` are
+    those that `embed` stores in the table."""
     features, good = np.zeros((len(samples), settings["dim"]), np.float32), np.zeros(len(samples), bool)
     size, resize, kind = settings["size"], settings["resize"], settings["kind"]
     for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision, reading):
@@ -139,8 +139,8 @@ def features_of(
 
 
 def embed_in_worker(parts: Sequence[Part]) -> list[int]:
-    """Compute parts of one embedding in a Ray task, and return their numbers. Parts that a killed task has written are
-    not computed again."""
+    """Compute parts of one embedding in a Ray task, and return their numbers. If Ray runs the task again after it was
+    killed, the parts that are already written are skipped."""
     one = parts[0]
     missing, backbone = set(one.table.missing()), one.inputs.load()
     index = index_of(one.url, one.table.about.data, one.inputs.channels)

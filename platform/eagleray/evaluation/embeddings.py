@@ -1,4 +1,4 @@
-"""The features of every sample of a data set, as a table next to its shards."""
+"""Read and write embeddings: tables next to the shards of a data set, with a backbone's features of every sample."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ WHAT, FOLDER, COLUMN = "embedding", "embeddings", "feature"
 
 
 def column_of(features: NDArray[np.float32], good: NDArray[np.bool_]) -> pa.Array:
-    """Return features (n, D) as a column of lists, with null for samples that are not `good`.
+    """Return features (n, D) as a pyarrow column of lists, with null where `good` (n,) is false.
 
     The lists have variable size, as pyarrow cannot read back its fixed-size lists if one of them is null."""
     ends = np.cumsum(good * np.int32(features.shape[1]), dtype=np.int32)
@@ -25,8 +25,8 @@ def column_of(features: NDArray[np.float32], good: NDArray[np.bool_]) -> pa.Arra
 
 
 def read_features(table: SampleTable, samples: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the features (n, D) of `samples`, and which of them are not null (n,). Raises UserError when a part is not
-    as it was written."""
+    """Return the features (n, D) of `samples`, and a mask (n,) of those that are not null. Raises UserError when a part
+    of the table is missing, damaged or changed."""
     features = np.empty((len(samples), table.about.settings["dim"]), np.float32)
     good, rows_of_part = np.empty(len(samples), bool), sample_table.ROWS
     for number in np.unique(samples // rows_of_part).tolist():
@@ -48,7 +48,7 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
 
 
 def open_embedding(folder: str, index: Index) -> SampleTable:
-    """Return the embedding of an index's samples in a folder. Raises UserError if it is not there and complete."""
+    """Open the embedding of an index's samples. Raises UserError if it is missing, incomplete or of other images."""
     about = read_about(folder)
     if about is None or about.what != WHAT:
         raise UserError(f"{folder}: no features; expected a folder that eagleray embed has written")
@@ -61,7 +61,7 @@ def open_embedding(folder: str, index: Index) -> SampleTable:
 
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
-    """Return a complete embedding next to the shards of an index that was made with these settings, or None."""
+    """Return a complete embedding, made with `settings`, that lies next to the shards of an index; None without one."""
     tables = complete_tables(
         index.shards,
         FOLDER,

@@ -44,8 +44,8 @@ class Request:
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # by option, such as coco, masks, davis or suite
-    # The keys are SETTING, for all protocols that have it, or PROTOCOL.SETTING for one.
+    folders: Mapping[str, str] = field(default_factory=dict)  # folders or URLs of data by option, such as coco or suite
+    # Values by key: SETTING is for all protocols that have this setting, PROTOCOL.SETTING for one protocol.
     settings: Mapping[str, str] = field(default_factory=dict)
     architecture: str | None = None  # timm's name of the network in a file of tensors
     untrained: bool = False  # whether to evaluate an untrained backbone of the same architecture too
@@ -67,7 +67,8 @@ class Request:
 
 @dataclass
 class Report:
-    """The results of a request in the order of the protocols, the reasons for failures, and the rows of the table."""
+    """The results of a request in the order of its protocols, the reasons for failures, and the printed table's
+    rows."""
 
     results: list[Result] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -79,7 +80,7 @@ class Report:
 def evaluate(request: Request, note: Note | None = None) -> Report:
     """Run the protocols of a request one after the other, and return their results.
 
-    If a protocol cannot run, a line says why, and the others continue.
+    If a protocol cannot run, a line says why, and the other protocols continue.
 
     Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or say
@@ -97,7 +98,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
     if not (request.out or targets[0].run):
         note(f"results come into {report.folder}; --out names another folder")
-    results.load(report.folder)  # raises now, not after the work, if the file is broken
+    results.load(report.folder)  # a broken results.json must raise before the work
     for target in targets:
         evaluation = Evaluation(request, target, names, report, note)
         for name in names:
@@ -115,7 +116,7 @@ def refuse(report: Report, line: str) -> None:
 
 
 def folder(request: Request, target: Target) -> str:
-    """Return the folder for results.json: that of `--out`, the folder of the run, or one named after the backbone.
+    """Return the folder for results.json: that of `--out`, else the run's, else a folder named after the backbone.
 
     Raises UserError when the folder cannot be written."""
     full = target.name.removeprefix("untrained:").removeprefix("timm:")
@@ -164,7 +165,7 @@ class Evaluation:
             self.run(name, PROTOCOLS[name])
         except UserError as e:
             message = str(e)
-            for url, copy in self.source.copies.items():  # errors name files of the local copy
+            for url, copy in self.source.copies.items():  # errors name files of local copies; users know URLs
                 message = message.replace(str(copy), url.rstrip("/"))
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
         except Outage:
@@ -212,16 +213,16 @@ class Evaluation:
         self.report.results.append(result)
 
     def named(self, need: Need[Any]) -> dict[str, str]:
-        """Return the data that a protocol needs, by the option that names it. Raises UserError when data is missing, or
-        not of the kind that the backbone takes."""
+        """Return the URLs and folders of the data that a protocol needs, by option. Raises UserError when a required
+        option is missing, or when the protocol needs red, green and blue and the backbone takes other channels."""
         named = need.named(self.request.given)
         if self.target.channels and need.photographs:
             raise UserError(f"reads red, green and blue, not the backbone's {len(self.target.channels)} data.channels")
         return named
 
     def settings(self, name: str, listed: Listed) -> dict[str, Any]:
-        """Return the settings of a protocol: the recipe's, replaced by the protocol's presets, and then by the
-        command's.
+        """Return a protocol's settings: the recipe's, overridden by the protocol's presets, and both by the command's
+        options.
 
         Raises UserError for values of a wrong type, and when the crop is larger than the resized image."""
         settings = listed.kind.of_recipe(self.target.settings)
@@ -233,8 +234,8 @@ class Evaluation:
         return settings
 
     def need(self, protocol: Protocol[Any]) -> Need[Any]:
-        """Return what a protocol needs. Its types of features are the protocol's own and those that other protocols of
-        the command need of the same images, so that one forward pass extracts all."""
+        """Return the data that a protocol needs. If they are features, their types include those that the command's
+        other protocols read of the same images, so that one forward pass extracts all types."""
         need = protocol.data()
         if not isinstance(need, Features):
             return need
@@ -248,15 +249,15 @@ class Evaluation:
         return replace(need, kinds=tuple(kinds))
 
     def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
-        """Measure the backbone here or on workers. Returns the outcome and the digest of the data."""
+        """Run a protocol in this process or on workers. Returns the outcome and the digest of the data."""
         protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
-        data = need.open(self.source)  # wrong data must raise before the backbone is built
-        # The workers have the GPUs: another copy of the backbone would take memory there.
+        data = need.open(self.source)  # wrong data must raise before the backbone is moved to its device
+        # With workers, this process keeps the backbone on the CPU: a copy on a GPU would take the workers' memory.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)
         run = run_store(self.report.folder)
         folder = results.picture_folder(self.report.folder, new)
-        # Checkpoints of protocols that train are in the store, so that they can continue on any machine.
+        # Protocols that train keep their checkpoints in the store, so that any machine can continue a training.
         workspace = Workspace(folder, self.note, f"{self.report.folder}/{folder.relative_to(run.view)}")
         if workers and (protocol.ranks or not need.extracted):
             outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)
@@ -268,7 +269,7 @@ class Evaluation:
 
 
 def log_to_mlflow(report: Report, target: Target, note: Note) -> None:
-    """Log the numbers and results.json to the MLflow run that trained the backbone, if there is one."""
+    """Log the measured numbers and results.json to the MLflow run of the backbone's training, if there is one."""
     if not target.run or not report.results:
         return
     metrics = {

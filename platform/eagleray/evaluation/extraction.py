@@ -25,31 +25,31 @@ from eagleray.protocols.needs import Extraction
 
 @dataclass(frozen=True)
 class Task:
-    """A description of the images from which one worker extracts features."""
+    """The images from which one worker extracts features, and the settings of the extraction."""
 
     inputs: Inputs
     url: str  # URL of the shards
     samples: NDArray[np.int64]
     how: Extraction
-    kinds: Sequence[str] = ()
-    number: int = 0  # number of the worker's share, in the order of the samples
+    kinds: Sequence[str] = ()  # types of features
+    number: int = 0  # index of the worker's share, in the order of the samples
 
     def open(self) -> Index:
         """Return the index of the images."""
         return open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
 
     def key(self, here: torch.device) -> tuple[object, ...]:
-        """Return everything on which the features depend, apart from the backbone, the images and their type."""
+        """Return the settings on which features depend; their backbone, images and type are not among them."""
         bank = self.inputs.bank
         return (self.how.size, self.how.resize, *(() if bank == "fp32" else (bank,)), self.precision(here))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
-        """Yield a task for each worker, with an equal share of the samples."""
+        """Yield a task for each worker: the types of features `wanted` for an equal share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
     def precision(self, here: torch.device) -> str:
-        """Return the number format in which features are computed: bfloat16 if workers have GPUs, or that of `here`."""
+        """Return the number format of the computation: bfloat16 if workers have GPUs, else that of `here`."""
         return "bfloat16" if self.inputs.gpus else format_name(here)
 
 
@@ -59,14 +59,14 @@ Share = tuple[int, dict[str, LabelledFeatures]]
 def features(
     one: Target, index: Index, task: Task, *, workers: int, note: Callable[[str], None]
 ) -> dict[str, LabelledFeatures]:
-    """Return the task's types of features for its images.
+    """Return the features of a task's images by type.
 
     They are read from the cache if possible. Otherwise `workers` Ray tasks extract them, each with a GPU if
     `task.inputs.gpus` is true, or this process if `workers` is 0.
 
     Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
     device = world.local().device
-    where = devices.CPU if workers else device  # workers without GPUs compute on CPUs
+    where = devices.CPU if workers else device  # not used if workers have GPUs, which compute in bfloat16
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         known = dict(embedded(index, task, missing, task.precision(where), note))
@@ -101,7 +101,7 @@ def features(
 def embedded(
     index: Index, task: Task, kinds: Sequence[str], precision: str, note: Callable[[str], None]
 ) -> Iterator[tuple[str, LabelledFeatures]]:
-    """Yield the types of features of a task that `eagleray embed` has written next to the shards."""
+    """Yield the task's features of those `kinds` that `eagleray embed` has written next to the shards."""
     for kind in kinds:
         wanted = {"digest": task.inputs.digest, "kind": kind, "size": task.how.size, "resize": task.how.resize}
         found = embeddings.beside(index, wanted | {"precision": precision})
@@ -114,7 +114,7 @@ def embedded(
 
 
 def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
-    """Return the task's types of features for this rank's share of the images, from the cache of this machine or
+    """Return the features of this rank's share of the task's images by type, from the cache of this machine or
     extracted now. Called by all ranks together."""
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
@@ -126,12 +126,12 @@ def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[
 
 
 def share(task: Task) -> Share:
-    """Extract the features of one worker's share of the images. Runs in a Ray task."""
+    """Return the index of a worker's share of the images and its features by type. Runs in a Ray task."""
     return task.number, _extract(task, task.open())
 
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
-    """Extract the features of the task's images on this worker, for the share of its rank."""
+    """Extract the features of the task's images on this worker; on one of several ranks, those of the rank's share."""
     inputs = task.inputs
     return extract_features(
         inputs.load(),

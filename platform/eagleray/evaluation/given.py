@@ -10,8 +10,8 @@ from eagleray.storage.store import folder_of
 
 
 def check_backbone(name: str, architecture: str | None = None) -> None:
-    """Raises UserError when `name` is a local path without a backbone. With `architecture` it is a file of tensors,
-    which only has to exist. What is at a URL is checked later."""
+    """Raises UserError when `name` is a local path without a backbone. With `architecture`, `name` is a file of
+    tensors, which only has to exist. The content of URLs is checked when they are read."""
     source = sources.absolute(name.removeprefix(UNTRAINED))
     if is_public(source):
         names.check_weights(source)
@@ -29,6 +29,6 @@ def check_data(url: str) -> None:
 
 
 def check_gpus(gpus: bool, workers: int) -> None:
-    """Raises UserError when `gpus` is true without Ray tasks, for which it is meant."""
+    """Raises UserError when `gpus` is true and `workers` is 0, as only Ray tasks are given GPUs."""
     if gpus and not workers:
         raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")

@@ -17,14 +17,14 @@ from eagleray.protocols.protocol import Protocol, Workspace
 
 @dataclass(frozen=True)
 class Measurement(Generic[D]):
-    """A protocol with its settings, the data that it needs, and the settings that were asked for."""
+    """A protocol with its settings, the kind of data that it needs, and the settings `asked` for by the user."""
 
     protocol: Protocol[D]
     need: Need[D]
     asked: Mapping[str, Any]
 
     def run(self, backbone: Backbone, source: Source, workspace: Workspace) -> Outcome:
-        """Measure a backbone, and return the outcome with all settings of the result.
+        """Run the protocol on a backbone, and return the outcome with all settings that the result records.
 
         Raises UserError when a setting or the data are wrong."""
         data = self.need.open(source)
@@ -42,8 +42,8 @@ class Job:
 
 
 def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
-    """Measure on `workers` ranks of a process group, or on one if the protocol cannot be divided. Returns the outcome;
-    its files are written to the workspace."""
+    """Run a protocol on `workers` ranks of a process group, or on a single rank if it cannot share its work. Returns
+    the outcome of rank 0, and writes the files of rank 0 to the workspace."""
     workers = workers if job.measurement.protocol.ranks else 1
     outcome, files = ray_ranks(_run_rank, job, workers=workers, gpus=job.inputs.gpus, note=workspace.note)
     for name, data in files.items():
@@ -52,7 +52,7 @@ def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
 
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
-    """Measure as one of several ranks. Returns the outcome, with names of files, and the files' contents by name."""
+    """Run a protocol on this rank. Returns the outcome, whose paths are file names, and the files' contents by name."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder), note, job.checkpoints)
         outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)

@@ -15,7 +15,7 @@ SHIPPED = {**catalogue.SHIPPED, **dense.SHIPPED}
 
 
 def _from_plugin(entry: register.Entry) -> Listed:
-    """Return the protocol of a plug-in. Raises PluginError when it has registered something else."""
+    """Return the protocol of a plug-in. Raises PluginError when it is no subclass of Protocol."""
     kind: Any = entry.target
     if not (isinstance(kind, type) and issubclass(kind, Protocol)):
         raise PluginError(f"protocol {entry.name!r}: expected a subclass of eagleray.Protocol, got {kind!r}")
@@ -36,7 +36,7 @@ def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_asked(names: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Raises UserError when no name is a protocol, or when none of the protocols has one of the settings."""
+    """Raises UserError when no name is a protocol, or when a setting belongs to none of the protocols."""
     found, refused = select(names)
     if not found:
         raise UserError("; ".join(refused))

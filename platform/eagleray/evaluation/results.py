@@ -22,8 +22,8 @@ from eagleray.runs.run_store import run_store
 
 NAME = layout.RESULTS
 UNTRAINED = "untrained:"  # prefix of the names of untrained backbones
-# Metrics of `published` in recipes, and the protocols' numbers for them. Linear probes of the papers see random crops,
-# and their scripts print the best epoch; the number of the cached probe is not comparable.
+# Metrics of `published` in recipes, and the protocols' numbers that are comparable. For `linear` this is the best epoch
+# on random crops, which the papers' scripts print, and not the number of the probe on cached features.
 PUBLISHED = {
     "knn": metrics.KNN_TOP1,
     "linear": "linear_augmented/best",
@@ -33,13 +33,13 @@ PUBLISHED = {
     "miou": "segmentation/miou",
     "davis": "davis/J&F",
 }
-MOST = 6  # largest number of numbers in the line of a protocol
+MOST = 6  # most numbers that the line of a protocol shows
 HEAD = ("Protocol", "Number", "Value", "Untrained", "Published", "Settings")
 WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
 LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 
-# The fields of a result that are known only when its protocol has run.
+# Placeholders for the fields of a result that are known only when its protocol has run.
 NOT_RUN: Mapping[str, Any] = {"numbers": {}, "settings": {}, "data_digest": "", "date": "", "seconds": 0.0}
 
 
@@ -104,8 +104,8 @@ def load(folder: str) -> list[Result]:
 def picture_folder(folder: str, new: Result) -> Path:
     """Return the local folder for the pictures of a new result, below that of results.json.
 
-    A repeated evaluation draws into its old folder. Any other gets the first folder without pictures of its protocol
-    among pictures, pictures/2, pictures/3 and so on, or the same below pictures/untrained."""
+    A repeated evaluation draws into its old folder. A new one gets the first of pictures, pictures/2, pictures/3 and so
+    on in which its protocol has no pictures yet. An untrained backbone has these folders below pictures/untrained."""
     base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
     others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
@@ -127,8 +127,8 @@ def add(folder: str, result: Result) -> None:
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
     """Return the published numbers of the shipped recipe that is named in a run's command.
 
-    `recipe` is the run's resolved recipe as a tree of plain values. The result is empty if it differs from the shipped
-    recipe in more than where data are stored and how they are read."""
+    `recipe` is the run's resolved recipe as a tree of plain values. There are no published numbers if it differs from
+    the shipped recipe outside of `data` in a key that changes the experiment."""
     name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
@@ -142,8 +142,8 @@ def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
 def published_numbers(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the numbers in a recipe's `published` entries, under the names that protocols give them.
 
-    If several entries have the same number, the first one counts. Entries for other data or another number of epochs
-    are left out."""
+    If several entries have the same metric, the first one counts. Entries with a key `data` or `epochs` are left out,
+    as they are for other data or another number of epochs."""
     own = [entry for entry in published if "data" not in entry and "epochs" not in entry]
     numbers = {metric: entry[metric] for entry in reversed(own) for metric in entry if metric in PUBLISHED}
     return {number: float(numbers[metric]) for metric, number in PUBLISHED.items() if metric in numbers}
@@ -184,8 +184,8 @@ def format_number(value: float) -> str:
 
 
 def lines(table: Sequence[Row]) -> str:
-    """Return a line for each protocol: its numbers with known untrained and published ones, without settings. Variants
-    of another number, such as `top1_k10` of `top1`, are left out."""
+    """Return a line of text for each protocol: at most MOST numbers, each with the untrained and published numbers that
+    are known. Variants of another number, such as `top1_k10` of `top1`, are left out."""
     texts: list[tuple[str, str]] = []
     for name, group in itertools.groupby(table, key=lambda row: row.protocol):
         rows = {row.number.rpartition("/")[2]: row for row in group}
@@ -215,7 +215,7 @@ def latex(table: Sequence[Row]) -> str:
 
 
 def table(results: Sequence[Result], rows: Sequence[Row], form: str) -> str:
-    """Return results in a form: `text` (lines), `json`, `latex` or `markdown` (a table of the rows)."""
+    """Return results in the format `form`: `text` (lines of the rows), `json`, or a table as `latex` or `markdown`."""
     if form == "text":
         return lines(rows)
     if form == "json":

@@ -62,7 +62,7 @@ class Target:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the architecture, the weights, the mean and std of its training pixels, and the channels."""
+        """The digest of the architecture, the weights, the mean and std of the training pixels, and the channels."""
         return weights_digest(self.backbone, self.architecture, tuple(self.pixels), *self.channels)
 
     @property
@@ -116,7 +116,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
-    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # an evaluation has no recipe keys
+    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # errors must not name recipe keys
         source = absolute(trained)
         target = _load(source, architecture, fresh=trained != name)
     target.backbone.eval()
@@ -189,7 +189,7 @@ def _fill(source: str, network: Network) -> Target:
 
 
 def expect(backbone: Backbone, theirs: Pixels) -> None:
-    """Make a backbone convert our normalised pixels to those with the mean and std with which it was trained.
+    """Make a backbone that was trained with the pixel mean and std `theirs` accept pixels normalised with ours.
 
     Eagleray normalises all images in the same way. A hook therefore converts the input of the first convolution, before
     the convolution pads it with zeros.

@@ -1,6 +1,6 @@
 """List the protocols that classify images, match patches, draw features and measure speed.
 
-A class imports the module that computes its numbers when it runs, so that light commands know all settings."""
+Each class imports the module that computes its numbers in `run`, so that listing settings does not load PyTorch."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a file, which workers have to find too."""
+    """Return the absolute path of a file, so that workers with another working directory find it."""
     from eagleray.storage import store
 
     return store.absolute(path)
 
 
-Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # for a batch of 256, and scaled linearly with it
+Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # learning rates per 256 images of a batch
 Keys = Annotated[str, AfterValidator(absolute)]  # path of a file with the keys of images
 
 
@@ -63,7 +63,7 @@ class Linear(FeatureProtocol):
     epochs: PositiveInt = EPOCHS
     batch: PositiveInt = BATCH
     rates: Rates = RATES
-    scaled: bool = True  # whether features are centred and divided by a single scale
+    scaled: bool = True  # whether features are centred and divided by their mean standard deviation
     seed: NonNegativeInt = 0
 
     @classmethod
@@ -85,7 +85,7 @@ class CropProtocol(Protocol["ProbeSets"]):
     resize: PositiveInt = Evaluate.resize  # short side of test images, in pixels
     epochs: PositiveInt
     batch: PositiveInt
-    labels: float | Keys  # share of the labels, or a file with the keys of the images
+    labels: float | Keys  # share of the labels, or a file with the keys of the images to train on
     seed: NonNegativeInt = 0
     recipe = ("size", "resize")
 
@@ -142,7 +142,7 @@ class SuiteOf18(FrozenProtocol["SuiteFeatures"]):
     """The logistic protocol on every data set of EsViT's suite whose shards are in ROOT/NAME/SPLIT."""
 
     about = "the logistic protocol on the 18 datasets of EsViT"
-    reference: str | None = None  # folder of another evaluation, with whose results of the suite to compare
+    reference: str | None = None  # folder of another evaluation, whose suite results are the reference
     seed: NonNegativeInt = 0
 
     def data(self) -> Suite:
@@ -160,7 +160,7 @@ class Correspondence(PatchProtocol):
     about = "how often a patch is matched to itself in the mirrored image, as in EsViT"
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
-    limit: PositiveInt = 50_000  # largest number of images, as many as ImageNet's validation set, the paper's
+    limit: PositiveInt = 50_000  # most images; by default as many as the paper uses: ImageNet's validation set
     recipe = ("size", "resize")
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
@@ -170,14 +170,14 @@ class Correspondence(PatchProtocol):
 
 
 class Attention(ImageProtocol):
-    """Maps of where the heads of the last block attend, and their entropies."""
+    """Attention maps of the heads of the last block, and their entropies."""
 
     about = "attention maps of the last block, head by head"
     size: PositiveInt = 480
     limit: PositiveInt = 64  # most images over which entropies are averaged
-    mass: Share = 0.6  # share of the attention that the selected patches hold together, as few as possible
+    mass: Share = 0.6  # share of the attention that the selected patches, the fewest possible, hold
     heads: PositiveInt = 6  # number of heads that are drawn
-    query: tuple[Share, ...] = ()  # x and y of the patch whose attention the maps show; none: the class token
+    query: tuple[Share, ...] = ()  # x and y of the patch whose attention is drawn; empty: the class token
     points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x, y of each query patch
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
@@ -200,7 +200,7 @@ class Components(PatchProtocol):
 
 
 class Neighbours(ImageProtocol):
-    """A sheet of images, each with those nearest to it."""
+    """A sheet of query images, each with its nearest images."""
 
     about = "contact sheets of nearest images"
     recipe = ("size",)
@@ -216,7 +216,7 @@ class Neighbours(ImageProtocol):
 
 
 class Pairs(PatchProtocol):
-    """The most similar pairs of patches of two views of an image, and of two images."""
+    """The most similar pairs of patches between two views of an image, and between two images."""
 
     about = "most similar patches of two views and of two images"
     size: PositiveInt = 224
@@ -249,8 +249,8 @@ class Throughput(Protocol[None]):
         return throughput(backbone, self, workspace.note)
 
 
-# Settings in which the papers' scripts differ from protocols/linear.py. They do not scale features. Their rates lie in
-# the middle of ours.
+# Settings in which the papers' scripts differ from `Linear`. The scripts do not scale features, and the learning rates
+# that they use lie within these ranges.
 DINO = {"epochs": 100, "batch": 1024, "scaled": False, "rates": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)}
 MOCO = {"epochs": 90, "batch": 1024, "scaled": False, "rates": (0.1, 0.3, 1.0, 3.0, 10.0)}
 LAST = {"features": "last4"}

@@ -52,7 +52,7 @@ def average_precision(scores: Array, marks: Array) -> float:
     counted = marks >= 0
     precision, recall, _ = precision_recall_curve(marks[counted], scores[counted])
     precision, recall = precision[:-1], recall[:-1]  # scikit-learn adds a last point, precision 1 at recall 0
-    # A recall of 3 / 10 must reach the point 0.3, which NumPy's eleven points miss by a rounding error.
+    # A recall of 3 / 10 must reach the point 0.3, which np.linspace computes as 0.30000000000000004.
     return float(np.mean([precision[recall >= r - 1e-9].max() for r in POINTS]))
 
 

@@ -60,7 +60,8 @@ def classifier(
 
 
 def accuracies(label: np.ndarray, position: np.ndarray) -> dict[str, float]:
-    """Return accuracies in percent from each image's true class (n,) and its rank (n,) by predicted score, from 0."""
+    """Return accuracies in percent from each image's class `label` (n,) and the rank `position` (n,), from 0, of this
+    class when the classes are sorted by predicted score."""
     if not len(label):
         return {}
     right = position == 0

@@ -22,7 +22,7 @@ from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric, sampling
 
-PAIRS, TOKENS = 10, 49  # number of most similar pairs that count for an image, and its patches in the paper
+PAIRS, TOKENS = 10, 49  # most similar pairs of an image that count, and patches of an image, in the paper
 BATCH = 128  # images in a batch, with two views each
 # The paper's text has RandomGrayscale; the authors' code, which made its numbers, makes every second view grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
@@ -32,33 +32,32 @@ class Matches(NamedTuple):
     """The k most similar pairs of patches of two images, the most similar first."""
 
     one: Tensor  # (..., k) indices of patches of one image
-    other: Tensor  # (..., k) index of the most similar patch of the other image for each
+    other: Tensor  # (..., k) indices of the patches of the other image that are matched to them
     cosine: Tensor  # (..., k)
 
 
 def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
-    """Return the k most similar of N pairs: each patch of one image (..., N, D) with its most similar one of the other.
+    """Match each patch of `one` (..., N, D) to the nearest of `other` (..., M, D), and return the k most similar pairs.
 
-    The other image is (..., M, D). If N is smaller than k, all pairs are returned. Among equally similar patches the
-    first wins, so the result is deterministic."""
+    If N is smaller than k, all pairs are returned. Among equally similar patches the first wins, so the result is
+    deterministic."""
     nearest = (F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).mT).max(-1)
     cosine, order = (x[..., :k] for x in nearest.values.sort(dim=-1, descending=True, stable=True))
     return Matches(order, nearest.indices.gather(-1, order), cosine)
 
 
 def pairs_of(patches: int) -> int:
-    """Return how many pairs count for an image with this number of patches.
-
-    It is the paper's number or, with fewer patches than in the paper, the same share of them."""
+    """Return how many pairs count for an image with this number of patches: PAIRS or, if there are fewer patches than
+    the paper's TOKENS, the same share of them."""
     return min(PAIRS, max(1, round(PAIRS * patches / TOKENS)))
 
 
 def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int | None = None) -> Tensor:
     """Return the accuracy and the error (..., 2) of the k most similar matches between an image and its mirror image.
 
-    Both have patches (..., N, D) and size (H, W); k is by default `pairs_of` the patches. The true match of a patch is
-    the patch at its mirrored position. The error is the distance between the centres of the matched and the true patch
-    in pixels."""
+    `one` and `other` are the patches (..., N, D) of the two, `size` is their (H, W), and k is by default `pairs_of(N)`.
+    The true match of a patch is the patch at its mirrored position. The error is the distance between the centres of
+    the matched and the true patch in pixels."""
     h, w = grid
     pairs = matches(one, other, k or pairs_of(h * w))
     down = pairs.other // w - pairs.one // w
@@ -91,9 +90,9 @@ def correspondence(backbone: Backbone, index: Index, settings: Correspondence) -
 
 
 def views(crops: Tensor, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return normalised crops of images (B, 3, S, S), uint8, and the same crops mirrored, colour-jittered and in grey.
+    """Normalise crops (B, 3, S, S), uint8, and return them and a mirrored, colour-jittered and grey copy of each.
 
-    The jitter depends only on the number of the sample."""
+    The jitter depends only on the index of the sample."""
     u = np.stack([sampling.uniforms(1, seed=0, epoch=0, sample=s) for s in samples])  # (B, 1, WIDTH)
     params = torch.from_numpy(sampling.photometrics(MIRRORED, u)[:, 0])
     return photometric.normalise(crops, crops.device), photometric.apply(crops, params)

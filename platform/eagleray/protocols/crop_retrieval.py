@@ -1,9 +1,8 @@
 """Measure a backbone without labels by two crops of each image: how often the second finds the first, and LiDAR.
 
 Finding crops is instance discrimination as a test: Wu et al. 2018, arXiv:1805.01978, section 3. LiDAR is the rank of
-linear discriminant analysis with images as classes: Thilak et al. 2023, arXiv:2312.04000, section 4. How their orders
-of backbones agree with that of kNN is in docs/evaluate.md.
-"""
+linear discriminant analysis with images as classes: Thilak et al. 2023, arXiv:2312.04000, section 4. docs/evaluate.md
+has the rank correlations of both with kNN accuracy."""
 
 import zlib
 from functools import partial
@@ -41,10 +40,10 @@ def measure_crops(
 ) -> tuple[float, float, float] | None:
     """Return in percent how often the second crop of an image finds the first, then LiDAR and its standard error.
 
-    It finds the first crop if that is the nearest, by the cosine of pooled features, of the first crops of all samples
-    that decode. Returns None if fewer than PARTS decode. Crops of `size` pixels are cut from the centre square of the
-    image with its short side at `resize`. They depend on the sample alone, so that all backbones see the same ones.
-    Each rank embeds a share. Called by all ranks together."""
+    A second crop finds the first crop of its image if no other image's first crop is nearer, by the cosine of pooled
+    features. Returns None if fewer than PARTS samples decode. Crops of `size` pixels are cut from the centre square of
+    the image with its short side at `resize`. They depend on the sample alone, so that all backbones see the same
+    crops. Each rank embeds a share of the samples. Called by all ranks together."""
     embed = partial(features_of_crops, backbone, index, own_samples(samples), size, resize, precision, reading)
     mine = dist.together(embed)
     pairs = dist.gather(mine, dist.gather_objects(len(mine)))
@@ -55,9 +54,9 @@ def measure_crops(
 
 @torch.no_grad()
 def numbers(pairs: Tensor) -> tuple[float, float, float]:
-    """Return the share found, LiDAR and its standard error for the features (n, 2, D) of two crops of each image.
+    """Return the percentage found, LiDAR and LiDAR's standard error for features (n, 2, D) of two crops of each image.
 
-    The error is that of the jackknife over PARTS parts of the images."""
+    The standard error is that of the jackknife over PARTS parts of the images."""
     first, second = F.normalize(pairs, dim=2).unbind(1)
     x = pairs.double().cpu()
     part = torch.arange(len(x)) % PARTS
@@ -67,7 +66,8 @@ def numbers(pairs: Tensor) -> tuple[float, float, float]:
 
 
 def share_found(first: Tensor, second: Tensor) -> float:
-    """Return in percent how often an image's second crop is nearest to its first, from their unit features (n, D)."""
+    """Return in percent how many second crops are nearest to their own first crop, from unit features (n, D) of
+    both."""
     own = (second @ first.T).argmax(1) == torch.arange(len(first), device=first.device)
     return 100 * int(own.sum()) / len(first)
 
@@ -75,8 +75,8 @@ def share_found(first: Tensor, second: Tensor) -> float:
 def lidar(x: Tensor) -> float:
     """Return LiDAR of the features (n, 2, D), float64, of two crops of each image: a number from 1 to D.
 
-    It is the exponential of the entropy of the eigenvalues of the covariance between images, in units of the covariance
-    between crops of an image."""
+    The covariance between images is whitened by the covariance between the crops of an image. LiDAR is the exponential
+    of the entropy of its normalised eigenvalues."""
     within = (x[:, 0] - x[:, 1]).T @ (x[:, 0] - x[:, 1]) / (2 * len(x))
     root = torch.linalg.cholesky(within + RIDGE * torch.eye(x.shape[2], dtype=x.dtype))
     between = torch.cov(x.mean(1).T).reshape(x.shape[2], -1)
@@ -113,7 +113,7 @@ def features_of_crops(
 def random_crops(images: Tensor, samples: list[int], size: int, number: int) -> Tensor:
     """Return a random square crop (b, 3, size, size) of each image (b, 3, S, S), uint8.
 
-    The crop follows from the sample and from `number`, which tells the crops of a sample apart."""
+    The crop is determined by the index of the sample and by `number`, which differs between the crops of a sample."""
     side, out = images.shape[-1], []
     for sample, image in zip(samples, images, strict=True):
         draw = np.random.default_rng([zlib.crc32(b"crop"), number, sample])

@@ -1,12 +1,11 @@
 """Train classifiers on random crops of labelled images, as papers do, and test them on centre crops.
 
-The random crops are torchvision's RandomResizedCrop and a flip, nothing else. Each rank has some of the centre crops.
-The random crops follow from the seed, the epoch and the sample, and the batches do not depend on the number of ranks.
+The random crops are torchvision's RandomResizedCrop and a flip, nothing else. They depend on the seed, the epoch and
+the sample, so that the batches do not depend on the number of ranks. The centre crops are divided among the ranks.
 
 For semi-supervised learning, either equally many labelled images of each class are drawn by the seed, as Chen et al.
-2020 (SimCLR, arXiv:2002.05709, section 6) draw 1 % and 10 % of ImageNet, or a list such as theirs names the images. H
-classifiers, C classes, D features.
-"""
+2020 (SimCLR, arXiv:2002.05709, section 6) draw 1 % and 10 % of ImageNet, or a file names the images, such as SimCLR's
+lists. In shapes, H is the number of classifiers, C of classes and D of features."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -65,14 +64,14 @@ class AugmentedBatches:
     ) -> "AugmentedBatches":
         """Describe the batches of square crops of `size` pixels.
 
-        Raises UserError when the samples do not fill a batch, and when there are more ranks than images in it."""
+        Raises UserError when the samples do not fill a batch, and when there are more ranks than images in a batch."""
         if batch > len(samples):
             raise UserError(f"--batch {batch}: more than the {len(samples)} labelled images to train on")
         if dist.size() > batch:
             raise UserError(f"--workers {dist.size()}: expected at most {batch}, the images of a batch")
         weight = np.zeros(len(index), np.float32)
         weight[samples] = 1
-        # As in MoCo v3's and DINO's scripts, crops have torchvision's defaults: this scale, bilinear.
+        # As in MoCo v3's and DINO's scripts, crops have torchvision's default scale and interpolation.
         view = View(size=size, scale=(0.08, 1.0), interpolation="bilinear", flip=0.5, jitter=0.0, gray=0.0)
         selection = Selection(weight) if len(samples) < len(index) else None
         stream = Stream(index, Views.of([view]), seed, math.gcd(batch, LANES), batch, selection=selection)
@@ -86,8 +85,8 @@ class AugmentedBatches:
     def __call__(self, start: int) -> Iterator[tuple[Progress, Batch]]:
         """Yield this rank's rows of each batch from the step `start` on.
 
-        An image that does not decode is replaced by another one, and noted. Raises UserError or Outage when the images
-        cannot be read."""
+        An image that does not decode is replaced by another image and reported. Raises UserError or Outage when the
+        images cannot be read."""
         workers = processes("auto", cpu_share.cpus())
         loader = Loader(self.stream, rank=dist.rank(), ranks=dist.size(), workers=workers, device=self.device)
         broken: set[tuple[str, str]] = set()
@@ -100,14 +99,14 @@ class AugmentedBatches:
 
 
 def class_numbers(index: Index, samples: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return the distinct labels (C,) of some samples in ascending order. Labels may be any numbers."""
+    """Return the distinct labels (C,) of some samples in ascending order. Labels need not be consecutive."""
     return torch.from_numpy(np.unique(index.label[samples])).to(device)
 
 
 def centre_crops(
     backbone: Backbone, classes: Tensor, index: Index, samples: NDArray[np.int64], *, size: int, resize: int, kind: str
 ) -> LabelledFeatures:
-    """Return the features of this rank's share of the samples, on the device, with classes counted from 0.
+    """Return the features of this rank's share of the samples, on the device of `classes`, with classes counted from 0.
 
     `classes` (C,) are all labels in ascending order. Called by all ranks together. Raises UserError when no image
     decodes."""
@@ -133,7 +132,7 @@ def top_accuracies(scores: Callable[[Tensor], Tensor], features: LabelledFeature
 
 
 def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict[str, float]:
-    """Return the numbers, without top-5 accuracies if there are fewer than five classes, as they would say nothing."""
+    """Return the numbers, without top-5 accuracies if there are fewer than five classes, as they would be 100 %."""
     if classes >= TOP:
         return numbers
     note(f"no top-5 accuracy: {classes} classes")
@@ -179,9 +178,9 @@ def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float,
 
 
 def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int64]:
-    """Return the samples that a text file names, one in each line, by the key with or without its folders.
+    """Return the samples whose keys a text file lists, one in each line, with or without their folders.
 
-    What follows the first dot of a name, such as .JPEG, does not count. Raises UserError when the file cannot be read,
+    Extensions, which begin at the first dot of a file name, are ignored. Raises UserError when the file cannot be read,
     or a line does not name exactly one of the samples."""
     no_file = f"--labels {url}: no such file; expected a share of the labels or a file with keys"
     no_text = f"--labels {url}: not a text file; expected one key of an image in each line"
@@ -204,6 +203,6 @@ def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int
 
 
 def without_extension(name: str) -> str:
-    """Return a name without what follows the first dot after its folders."""
+    """Return a path without its extension, which begins at the first dot of the file name."""
     folder, slash, last = name.rpartition("/")
     return folder + slash + last.partition(".")[0]

@@ -47,7 +47,7 @@ def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P
 def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
     """Turn any error of the backbone's model into a UserError that names the model and says what it `lacks`.
 
-    The original messages differ from one architecture to another, so the original follows at the end."""
+    The message of the error, which depends on the architecture, follows at the end."""
     try:
         yield
     except UserError:

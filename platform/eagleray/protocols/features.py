@@ -1,7 +1,7 @@
 """Extract the features of a frozen backbone for the images in shards, of which each rank has a share.
 
-Protocols classify several types of features: the pooled vector, with or without the mean patch, or the last four blocks
-as in DINO and EsViT."""
+A type of features is the pooled vector, alone or with the mean patch, or vectors of the last four blocks, as in DINO
+and EsViT."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ class Extracted(NamedTuple):
 
     train: LabelledFeatures
     test: LabelledFeatures
-    images: tuple[int, int]  # numbers of both sets on all ranks
+    images: tuple[int, int]  # numbers of training and of test images on all ranks
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class FrozenFeatures:
     """Frozen features of labelled images, which are extracted when they are first read."""
 
     extract: Callable[[], Extracted]
-    digest: str = ""  # a digest of the images and their labels
-    bank: Bank = "fp32"  # the format in which they are kept
+    digest: str = ""  # digest of the images and their labels
+    bank: Bank = "fp32"  # number format in which the features are kept
 
     @cached_property
     def _extracted(self) -> Extracted:
@@ -90,7 +90,7 @@ class SuiteFeatures:
     read: Callable[[str], LabelledFeatures]  # extracts the features of the shards at a URL
     model: str = ""  # timm name of the backbone
     digests: list[str] = field(default_factory=list)  # digests of the data sets that were read
-    bank: Bank = "fp32"  # the format in which they are kept
+    bank: Bank = "fp32"  # number format in which the features are kept
 
     @property
     def digest(self) -> str:
@@ -108,17 +108,17 @@ class Shard:
 
     @classmethod
     def of(cls, rows: int) -> "Shard":
-        """Return the shard of a rank that holds so many rows. Called by all ranks together."""
+        """Return the shard of a rank that holds `rows` rows. Called by all ranks together."""
         counts = dist.gather_objects(rows)
         return cls(sum(counts[: dist.rank()]), rows, sum(counts))
 
     @property
     def last(self) -> int:
-        """The row behind the last row of this rank."""
+        """The index after the last row of this rank."""
         return self.first + self.rows
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return the positions, in this rank's part, of those of the table's `rows` that it holds, in their order."""
+        """Return where the given `rows` of the table are among this rank's rows; rows of other ranks are left out."""
         if self.rows == self.total:
             return rows
         return rows[(rows >= self.first) & (rows < self.last)] - self.first
@@ -128,13 +128,13 @@ class Shard:
 
         Called by all ranks together. Floating-point numbers are returned in float32."""
         dtype = torch.float32 if x.is_floating_point() else x.dtype
-        if dist.size() == 1:  # a rank that holds all rows still has to give them to the others
+        if dist.size() == 1:  # a rank that holds all rows of several ranks must send them to the other ranks
             return x[first:last].to(dtype)
         out = x.new_zeros(last - first, *x.shape[1:], dtype=dtype)
         begin, end = max(first, self.first), min(last, self.last)
         if begin < end:
             out[begin - first : end - first] = x[begin - self.first : end - self.first]
-        return dist.total(out)  # the other ranks add zeros
+        return dist.total(out)  # the rows of other ranks are zero here, so the sum has all rows
 
 
 def count_classes(*labels: Tensor) -> int:
@@ -174,8 +174,8 @@ def extract_features(
 ) -> dict[str, LabelledFeatures]:
     """Extract several types of features of this rank's share of the samples in a single forward pass.
 
-    Images that do not decode are left out. `bank` is the format of the features. After each batch, `tick` is called
-    with the number of its images.
+    Images that do not decode are left out. `bank` is the number format of the features. After each batch, `tick` is
+    called with the number of its images.
 
     Raises UserError when the backbone lacks one of the types, or when the device does not compute in this precision."""
     mine = own_samples(samples)
@@ -197,7 +197,7 @@ def extract_features(
             tick(len(rows))
 
     dist.together(extract)
-    widths: dict[str, int] = {}  # a rank without images needs them too
+    widths: dict[str, int] = {}  # a rank without images gets the widths from others
     for part in dist.gather_objects({kind: x.shape[1] for kind, x in xs.items()}):
         widths |= part
     nothing = {kind: torch.empty(0, widths.get(kind, backbone.dim), dtype=FORMATS[bank]) for kind in kinds}
@@ -214,8 +214,8 @@ def embedded(
     precision: Format,
     reading: Reading = THREADS,
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Yield the numbers of the samples in a batch that decode, and their features (b, D) by type, float32 on the host.
-    The caller sets the backbone's mode, and that no gradients are computed."""
+    """Yield, for each batch, the indices of the samples that decode and their features (b, D) by type, float32 on the
+    CPU. The caller sets the backbone's mode, and disables gradients."""
     device = next(backbone.parameters()).device
     for rows, images in batches(index, samples, size, resize, reading=reading, device=device):
         x = normalise(images, device)
@@ -225,7 +225,7 @@ def embedded(
 
 
 def own_samples(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return this rank's share of the samples: neighbouring whole batches."""
+    """Return this rank's share of the samples: consecutive batches, none of which is divided between ranks."""
     batches = -(-len(samples) // BATCH)
     first, last = (BATCH * (batches * rank // dist.size()) for rank in (dist.rank(), dist.rank() + 1))
     return samples[first:last]
@@ -240,13 +240,13 @@ def image(index: Index, sample: int, size: int, resize: int) -> Tensor | None:
 
 
 def labelled_samples(index: Index) -> NDArray[np.int64]:
-    """Return the samples that have a label and are not forgotten."""
+    """Return the samples that have a label, without those that `eagleray forget` excludes."""
     samples = remaining_samples(index)
     return samples[index.label[samples] >= 0]
 
 
 def remaining_samples(index: Index) -> NDArray[np.int64]:
-    """Return the samples that are not forgotten."""
+    """Return all samples but those that `eagleray forget` excludes."""
     samples = np.arange(len(index))
     return np.delete(samples, sorted(index.forgotten)) if index.forgotten else samples
 
@@ -336,7 +336,7 @@ def block_vector(model: Any, tokens: Tensor) -> Tensor:
     if tokens.ndim == 4:
         nchw = getattr(model, "stage_fmt", getattr(model, "output_fmt", "NCHW")) != "NHWC"
         tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
-    if tokens.shape[2] == model.num_features:  # the last stage; EsViT leaves the others without a norm
+    if tokens.shape[2] == model.num_features:  # the last stage; as in EsViT, other stages get no norm
         tokens = getattr(model, "norm", nn.Identity())(tokens)
     return tokens[:, 0] if has_class_token(model, tokens) else tokens.mean(1)
 
@@ -344,7 +344,7 @@ def block_vector(model: Any, tokens: Tensor) -> Tensor:
 def has_class_token(model: Any, tokens: Tensor) -> bool:
     """Return whether the first of the tokens (B, N, C) stands for the whole image.
 
-    It does so if it is a class token, or ViL's global token of a stage."""
+    It does so if it is a class token or, in a stage of ViL, the global token: there N - 1 is a square number."""
     if getattr(model, "cls_token", None) is not None:
         return True
     return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

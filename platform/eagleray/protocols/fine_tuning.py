@@ -68,15 +68,15 @@ def divide(batch: int) -> tuple[int, ...]:
 
 
 def read_beforehand(read: Callable[[T], object], things: Sequence[T]) -> None:
-    """Read the files of a validation once before the training, so that a wrong file is not first met after it.
+    """Read all files of a validation before the training, so that no broken file is found only after it.
 
-    Each rank reads a part. Raises the error of `read`, on all ranks."""
+    Each rank reads a part of `things`. If `read` raises an error, all ranks raise it."""
     mine = itertools.islice(things, dist.rank(), None, dist.size())
     dist.together(lambda: deque(ordered_map(read, mine), maxlen=0))
 
 
 def own(rows: tuple[int, ...]) -> range:
-    """Return this rank's positions in a batch, from the numbers of rows of all ranks."""
+    """Return which rows of a global batch are this rank's; `rows` has the number of rows of each rank."""
     first = dist.offset(rows)
     return range(first, first + rows[dist.rank()])
 
@@ -99,9 +99,9 @@ def fine_tune(
     """Train a network in place, continuing from the newest checkpoint in the folder if there is one.
 
     `algorithm` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
-    each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a folder of this
-    machine for files on their way. Called by all ranks together. Raises UserError when the checkpoints or the data
-    cannot be read."""
+    each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a local folder for
+    files that are uploaded or downloaded. Called by all ranks together. Raises UserError when the checkpoints or the
+    data cannot be read."""
     device = next(net.parameters()).device
     world = World(device)
     world.synchronise(net)
@@ -151,7 +151,7 @@ class ProgressReport:
         self.began = self.last = time.monotonic()
 
     def __call__(self, done: int, loss: Tensor) -> None:
-        """Print a line after `done` steps if one is due."""
+        """Print a line after `done` steps if it is time for one: see LINES and SILENCE."""
         now = time.monotonic()
         least, share = SILENCE
         due = done * LINES // self.steps > (done - 1) * LINES // self.steps

@@ -1,7 +1,6 @@
-"""Read the centre crops of images in the order of their numbers, in threads or in loader processes.
+"""Read the centre crops of images in the order of the samples given, in threads or in loader processes.
 
-Neighbouring images are fetched with one ranged read, as in training, and their checksums are verified.
-"""
+Neighbouring images are fetched with one ranged read, as in training, and their checksums are verified."""
 
 import contextlib
 from collections import deque
@@ -33,7 +32,7 @@ AHEAD = 4  # batches read and decoded ahead of the one in the backbone
 PIECE = 32  # consecutive images that a thread decodes
 GAP = 2**20  # most bytes between two images that are fetched with one read
 
-Crops = tuple[Tensor, Tensor]  # numbers of the samples (b,), and their centre crops (b, 3, S, S), uint8
+Crops = tuple[Tensor, Tensor]  # indices of the samples (b,), and their centre crops (b, 3, S, S), uint8
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,14 @@ class Reading:
 
     workers: int = 0  # loader processes; 0: threads of this process
     cache: Cache | None = None
-    patience: float = PATIENCE  # seconds to retry a store that does not answer
+    patience: float = PATIENCE  # seconds for which requests that a store does not answer are retried
 
     @classmethod
     def beside(cls, device: torch.device) -> "Reading":
         """Return how to read images while a backbone computes on a device.
 
-        On an accelerator these are loader processes, as threads would delay the thread that starts its work. On the CPU
-        they are threads, as processes would only take the CPU from the backbone."""
+        Beside an accelerator, loader processes read, as threads would delay the thread that launches its kernels.
+        Beside a CPU, threads read, as processes would only take CPU time from the backbone."""
         return cls(processes("auto", cpu_share.cpus())) if devices.is_accelerator(device) else THREADS
 
 
@@ -66,15 +65,15 @@ def batches(
     reading: Reading = THREADS,
     device: torch.device = devices.CPU,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the numbers of the samples in a batch that decode, and their centre crops (b, 3, size, size), uint8.
+    """Yield the indices of the samples in a batch that decode, and their centre crops (b, 3, size, size), uint8.
 
-    While the caller uses a batch on the device, the next batches are read. Batches without a good image are left out.
-    Raises UserError or Outage when the images cannot be read."""
+    While the caller uses a batch on the device, the next batches are read. Batches in which no image decodes are left
+    out. Raises UserError or Outage when the images cannot be read."""
     chunks = [samples[i : i + batch] for i in range(0, len(samples), batch)]
     crops = _CentreCrops(index, chunks, size, resize, reading)
     workers = min(reading.workers, len(chunks))
     pinned = workers > 0 and devices.has_streams(device)
-    own = torch.Generator()  # the training uses PyTorch's global generator
+    own = torch.Generator()  # not PyTorch's global generator, which the training uses
     with loaded(crops, workers, pin_memory=pinned, generator=own) as (items, _):
         for item in items:
             if isinstance(item, Exception):
@@ -115,7 +114,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
 
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
         """Request the blocks of a batch, and return the batch. The threads of the pool decode its images later."""
-        with torch.inference_mode(False):  # the pool's threads, which write to the tensor, are in normal mode
+        with torch.inference_mode(False):  # the pool's threads write to the tensor outside inference mode
             batch = _Batch(chunk, pixel_buffer(len(chunk), planes(self.index.channels), self.size, self.size), [])
         row = 0
         for block, samples in self._blocks(fetcher, chunk):
@@ -126,11 +125,11 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         return batch
 
     def _blocks(self, fetcher: Fetcher, chunk: NDArray[np.int64]) -> list[tuple[Block, NDArray[np.int64]]]:
-        """Request the bytes of the samples `chunk` (b,), ascending numbers, and return blocks with their samples (n,).
+        """Request the bytes of the samples `chunk` (b,), ascending, and return blocks, each with its samples (n,).
 
         Samples of different blocks of the index, or more than GAP bytes apart, are requested separately."""
         starts, out = self.index.starts, []
-        number = np.searchsorted(starts, chunk, "right") - 1  # number of each sample's block
+        number = np.searchsorted(starts, chunk, "right") - 1  # index of each sample's block
         for samples in np.split(chunk, np.flatnonzero(np.diff(number)) + 1):
             rows, at = self.index.rows(int(samples[0]), int(samples[-1]) + 1), samples - samples[0]
             gaps = rows.offset[at[1:]] - rows.offset[at[:-1]] - rows.size[at[:-1]]
@@ -157,7 +156,7 @@ class _Batch(NamedTuple):
 
     samples: NDArray[np.int64]
     images: Tensor
-    good: list[Future[list[bool]]]  # one list for each piece of the batch
+    good: list[Future[list[bool]]]  # for each piece of the batch, which of its images decode
 
     def result(self) -> Crops:
         good = torch.tensor([ok for piece in self.good for ok in piece.result()], dtype=torch.bool)

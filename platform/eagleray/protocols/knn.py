@@ -1,10 +1,9 @@
 """Classify frozen features by the weighted votes of their k nearest neighbours: Wu et al. 2018 (InstDisc),
 arXiv:1805.01978, with the settings of DINO's protocol.
 
-Each rank searches among its own training features, and the neighbours that all ranks found are merged. The products
-have the same shapes on any number of ranks, and equal similarities are ordered by the position of their feature, so
-that any number of ranks finds the same neighbours, to the last bit.
-"""
+Each rank searches among its own training features, and the neighbours that all ranks found are merged. The matrix
+products have the same shapes on any number of ranks, and equal similarities are ordered by the position of the training
+feature, so that any number of ranks finds the same neighbours, to the last bit."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,10 +17,10 @@ from eagleray.protocols.features import LabelledFeatures, Shard, count_classes
 from eagleray.protocols.settings import Evaluate
 
 CHUNK = 1024  # test images compared at a time
-TILE = 4096  # training images compared with them at a time
+TILE = 4096  # training images with which a chunk is compared at a time
 VOTERS = 256  # test images whose votes for all classes are in memory at a time
 LARGEST = 64.0  # largest exponent of a weight, as float32 overflows above 88 and k weights are added
-NOTHING = torch.iinfo(torch.int64).min  # key that stands for no feature, below all others
+NOTHING = torch.iinfo(torch.int64).min  # key that stands for no feature, below all other keys
 LOW = 2**32 - 1  # mask of the bits of a key that hold the position
 
 
@@ -71,15 +70,15 @@ class Bank:
         self.x, self.y, self.shard = *train, Shard.of(len(train.x))
         self.tile = min(TILE, -(-self.shard.total // 64) * 64)
         parts = [part.float().norm(dim=1, keepdim=True) for part in self.x.split(TILE)]
-        self.norms = torch.cat(parts).clamp_min(1e-12)  # F.normalize's smallest norm
+        self.norms = torch.cat(parts).clamp_min(1e-12)  # the smallest norm that F.normalize divides by
 
     def nearest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the keys (n, k) of this rank's features nearest to n unit queries (n, D), in any order, and their
-        labels."""
+        """Return the keys (n, k) of this rank's k features nearest to each of the unit queries x (n, D), in any order,
+        and the labels (n, k) of these features."""
         keys = torch.full((len(x), k), NOTHING, device=x.device)
         tile = x.new_empty(self.tile, x.shape[1])
         # Tiles begin at multiples of their size in the table of all ranks. The rows of a tile that other ranks have are
-        # zero here: with fewer rows, a product may round in another way.
+        # zero here: with fewer rows, a matrix product may round differently.
         for first in range(self.shard.first // self.tile * self.tile, self.shard.last, self.tile):
             begin, end = max(first, self.shard.first), min(first + self.tile, self.shard.last)
             mine = slice(begin - self.shard.first, end - self.shard.first)
@@ -97,9 +96,9 @@ class Bank:
 
 
 def make_keys(similarity: Tensor, first: int) -> Tensor:
-    """Return the keys (n, m) of m features, counted from the position `first`, from their similarities (n, m)."""
+    """Return the keys (n, m) of m features, whose positions begin at `first`, from their similarities (n, m)."""
     bits = similarity.view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the similarities do
     positions = torch.arange(first, first + similarity.shape[1], device=similarity.device)
     return bits.long().bitwise_left_shift_(32).bitwise_or_(LOW - positions)
 
@@ -127,11 +126,11 @@ def count_hits(
 ) -> Tensor:
     """Return how many of n images are classified right by one guess and by five, for each k in `ks`: (len(ks), 2).
 
-    The neighbours (n, k) come nearest first; `truth` (n,) are the classes."""
+    `cosine` and `labels` (n, k) are of the neighbours, nearest first; `truth` (n,) are the images' classes."""
     counts = []
     for k in ks:
         votes = class_votes(cosine[:, :k], labels[:, :k], classes=classes, temperature=temperature)
-        # As in DINO's code, top-5 is top-k if k is below 5. Classes without a vote come last, in order of their number.
+        # As in DINO's code, top-5 is top-k if k is below 5. Classes without a vote come last, in ascending order.
         top = votes.sort(dim=1, descending=True, stable=True).indices[:, : min(5, k)]
         right = top == truth.unsqueeze(1)
         counts += [right[:, :1].any(1).sum(), right.any(1).sum()]

@@ -4,8 +4,8 @@ MoCo v3, DINO, EsViT and SelfPatch.
 The features are extracted once, without augmentation. Classifiers with all learning rates of the sweep train side by
 side in one pass. A held-out tenth of the training set picks one of them, so the test set picks nothing.
 
-Each rank holds a shard of the features. All ranks take the same batches, of which each adds the gradient of its rows.
-"""
+Each rank holds a shard of the features. All ranks take the same batches; each computes the gradient of the rows that it
+holds, and these gradients are summed."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -50,15 +50,15 @@ def linear(
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a table of features of which each rank has a shard; they are copied and scaled when they are used.
+    """Some rows of a table of features that is divided among ranks; they are copied and scaled when they are used.
 
-    `rows` are their numbers in the table of all ranks."""
+    `rows` are their indices in the table of all ranks."""
 
     features: LabelledFeatures
     shard: Shard
     rows: Tensor
     mean: Tensor | None  # (D,); None: not scaled
-    scale: Tensor | None  # () the mean standard deviation
+    scale: Tensor | None  # scalar: the mean of the channels' standard deviations
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class Rows:
         return len(self.rows)
 
     def select(self, at: Tensor) -> LabelledFeatures:
-        """Return the rows at some positions, as far as this rank has them."""
+        """Return the features at the positions `at` of `rows` that are on this rank."""
         mine = self.shard.own(self.rows[at])
         x = self.features.x[mine].float()
         if self.mean is not None and self.scale is not None:
@@ -74,7 +74,7 @@ class Rows:
         return LabelledFeatures(x, self.features.y[mine])
 
     def accuracy(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return the top-1 accuracy (R,) of each of R classifiers (R, D, C) in percent. Called by all ranks."""
+        """Return the top-1 accuracy in percent (R,) of R classifiers, `weight` (R, D, C). Called by all ranks."""
         hits = torch.zeros(len(weight), device=weight.device)
         for at in torch.arange(self.total).split(CLASSIFIED):
             x, y = self.select(at)
@@ -103,7 +103,7 @@ class Split:
             raise UserError(f"linear: {shard.total} training image(s); expected two or more, as one picks the rate")
         order = torch.randperm(shard.total, generator=generator)
         held_out, rest = order.tensor_split([max(len(order) // 10, 1)])
-        # One scale for all channels, so that a rate means the same for every backbone.
+        # One scale for all channels, so that a learning rate means the same for every backbone.
         mean, scale = moments(train.x, shard) if scaled else (None, None)
         return cls(
             Rows(train, shard, rest, mean, scale),
@@ -119,9 +119,10 @@ class Split:
 
 
 def moments(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return the mean (D,) of the features of all ranks, and the mean of their standard deviations.
+    """Return the mean (D,) of the features of all ranks, and the mean of the D channels' standard deviations.
 
-    `x` are the features of this rank. Ranks add their sums in float64; a single one computes in float32."""
+    `x` are the features of this rank. Ranks add their sums in float64; a single rank computes in float32 if `x` is in
+    float32."""
     if dist.size() == 1 and x.dtype == torch.float32:
         return x.mean(0), x.std(0).mean()
     parts = x.split(CLASSIFIED)
@@ -142,8 +143,8 @@ def fit(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Train R classifiers of features (N, D), one for each learning rate. The ranks add their gradients.
 
-    Yields their weights (R, D, C) and biases (R, 1, C) after each epoch. The next epoch changes these tensors in place.
-    """
+    Yields the weights (R, D, C) and biases (R, 1, C) of the classifiers after each epoch. The next epoch changes these
+    tensors in place."""
     x = train.features.x
     weight = 0.01 * torch.randn(1, x.shape[1], classes, generator=generator).repeat(len(rates), 1, 1).to(x.device)
     bias = torch.zeros(len(rates), 1, classes, device=x.device)
@@ -161,7 +162,7 @@ def fit(
     for epoch in range(epochs):
         lr = rate * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
         for step, at in enumerate(torch.randperm(train.total, generator=generator).split(batch)):
-            # Ranks run the first step together, because it shows whether the memory suffices.
+            # In the first step, all ranks stop if one fails, because this step shows whether the memory suffices.
             grads = gradients(at) if epoch or step else dist.together(partial(gradients, at))
             for m, grad in zip(momenta, grads, strict=True):
                 m.mul_(0.9).add_(dist.total(grad))

@@ -2,8 +2,7 @@
 
 It is trained by SGD, with momentum 0.9, no weight decay and a cosine schedule by epochs, on all labels. Every step
 sends images through the backbone, which is in evaluation mode. The test images are not cropped at random, so their
-features are computed once. B images, D features, C classes, R learning rates, H classifiers.
-"""
+features are computed once. In shapes, B is the number of images, D of features, C of classes and H of classifiers."""
 
 import math
 from collections.abc import Callable
@@ -102,9 +101,10 @@ class Classifiers(Trainee):
     """Linear classifiers of all learning rates, trained side by side.
 
     With SGD, a loss multiplied by s moves the weights as far as a learning rate multiplied by s. So the classifiers are
-    one layer, whose loss is the sum of theirs, each times its rate. With several rates, each has a second classifier
-    that learns nothing from the held-out images. The rate whose second classifier is best on these is picked, and its
-    first classifier, trained on all labels, is the result. So the test set picks nothing, and every label is used."""
+    one layer, whose loss is the sum of all classifiers' losses, each times its rate. With several rates, each has a
+    second classifier that learns nothing from the held-out images. The rate whose second classifier is best on these is
+    picked, and its first classifier, trained on all labels, is the result. So the test set picks nothing, and every
+    label is used."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class Classifiers(Trainee):
         weight = 0.01 * torch.randn(len(classes), test.x.shape[1], generator=generator)
         self.head.weight.data = weight.repeat(len(self.shares), 1)
         self.head.bias.data.zero_()
-        # Accuracies in percent on the test set after each epoch, top-1 and top-5 of each rate. A parameter, so that
-        # checkpoints keep it.
+        # Test accuracies in percent after each epoch, top-1 and top-5 of each rate. They are a parameter, so that
+        # checkpoints keep them.
         self.curve = nn.Parameter(torch.zeros(epochs, len(rates), 2), requires_grad=False)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the class scores (B, H, C) of features (B, D), in float32."""
+        """Return the scores (B, H, C) of H classifiers for C classes, from features (B, D). Computed in float32."""
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.float()).unflatten(1, (len(self.shares), -1))  # type: ignore[no-any-return]
 
@@ -168,7 +168,7 @@ def crop_features(backbone: Backbone, kind: str, images: Tensor) -> Tensor:
 
 
 def mask(samples: NDArray[np.int64], total: int, device: torch.device) -> Tensor:
-    """Return a mask (total,) that is true for `samples`, numbers below `total`."""
+    """Return a mask (total,) that is true for `samples`, indices below `total`."""
     out = torch.zeros(total, dtype=torch.bool)
     out[torch.from_numpy(samples)] = True
     return out.to(device)

@@ -22,7 +22,7 @@ from eagleray.protocols.classification_scores import Array
 from eagleray.protocols.features import LabelledFeatures, Shard
 from eagleray.protocols.outcome import Outcome
 
-STEPS, PER_DECADE, LOWEST = 96, 8, -6  # steps of lambda from 10^-6 to 10^6
+STEPS, PER_DECADE, LOWEST = 96, 8, -6  # 96 steps of lambda, 8 per decade, from 10^-6 to 10^6
 COARSE = 2 * PER_DECADE  # steps between the seven values that are tried first
 ITERATIONS = 1000
 ONE_IN = 5  # one training sample in five of each class is held out if there is no validation set
@@ -113,7 +113,7 @@ class LogisticModel:
 
 
 def _decide(model: LogisticRegression, x: Array) -> Array:
-    """Return scikit-learn's decision function; an empty array for a rank without samples."""
+    """Return the values of scikit-learn's decision function; an empty array on a rank without samples."""
     if len(x):
         return model.decision_function(x)  # type: ignore[no-any-return]
     return np.zeros(0 if len(model.coef_) == 1 else (0, len(model.coef_)))
@@ -185,8 +185,7 @@ def _pick(
 ) -> tuple[int, tuple[int, int]]:
     """Return the step of lambda that is best on the validation set, and the numbers of images to fit and to validate.
 
-    Without a `given` validation set, both are copies of parts of the training set, which are freed when this returns.
-    """
+    Without a `given` validation set, the two sets are copies of parts of `training`, freed when this returns."""
     fitting, validation = (training, given) if given else hold_out(training, seed)
 
     def score(step: int) -> tuple[float, float]:

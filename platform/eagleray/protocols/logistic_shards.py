@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from eagleray.base import dist
 from eagleray.protocols.classification_scores import METRICS, Array
 
-ROWS = 8192  # samples whose features are in float64 at a time
+ROWS = 8192  # samples whose features are converted to float64 at a time
 TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's limits for a gradient's elements and a line search's steps
 
 
@@ -49,7 +49,7 @@ def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.devi
 
 
 def _losses(z: Array, y: Array) -> tuple[float, Array]:
-    """Return the sum of the cross-entropies of scores (n, C), or log-odds (n, 1), and its gradient."""
+    """Return the sum of the cross-entropies of scores z (n, C), or log-odds z (n, 1), and its gradient by z."""
     if z.shape[1] == 1:
         sign = np.where(y == 1, 1.0, -1.0)[:, None]
         return float(-log_expit(sign * z).sum()), expit(z) - (y == 1)[:, None]
@@ -75,9 +75,9 @@ def gather(y: Array) -> Array:
 
 
 def metric(name: str, scores: Array, y: Array, device: torch.device) -> float:
-    """Return a metric of METRICS over the samples of all ranks, from the scores (n, C) of this rank's.
+    """Return a metric of METRICS over the samples of all ranks, from the scores (n, C) and labels of this rank.
 
-    Accuracies are computed from counts. For the others, whose sets are small, the scores are gathered."""
+    Accuracies are computed from counts. Other metrics are for small data sets, whose scores are gathered."""
     if dist.size() == 1 or name not in ("top1", "mean_per_class"):
         return METRICS[name](gather(scores), gather(y)) if dist.size() > 1 else METRICS[name](scores, y)
     right, classes = scores.argmax(1) == y, scores.shape[1]

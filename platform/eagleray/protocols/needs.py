@@ -31,7 +31,7 @@ class Source(ABC):
 
     @abstractmethod
     def folder(self, option: str) -> Path:
-        """Return a folder of this machine with the files of the folder or URL that an option names."""
+        """Return a local folder with the files of the folder or URL that an option names."""
 
     @abstractmethod
     def features(self, need: "Features") -> "FrozenFeatures":
@@ -43,12 +43,12 @@ class Source(ABC):
 
 
 class Need(ABC, Generic[D]):
-    """A kind of data that protocols need, which they are given as a `D`."""
+    """A kind of data that protocols need. `D` is the type of the object with which protocols get the data."""
 
     reads: tuple[str, ...] = ()  # names of the options with the data; the first is required
     words = "no data"  # these options in messages to users
     photographs = True  # whether the protocol reads or draws the images as red, green and blue
-    extracted = False  # whether Ray tasks extract the features, wherever the protocol runs
+    extracted = False  # whether these are features, which Ray workers extract even if the protocol runs in one process
 
     def named(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the given options that name the data. Raises UserError when one is missing."""
@@ -65,7 +65,7 @@ class Need(ABC, Generic[D]):
         """Return the digest of the data."""
 
     def settings(self, data: D, asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that a result records: those that were `asked` for and those that were `measured`."""
+        """Return the settings that a result records: those `asked` for, overridden by those `measured` in the run."""
         return {**asked, **measured}
 
 

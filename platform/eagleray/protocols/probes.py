@@ -136,7 +136,8 @@ def renumber(
 
 
 def class_names(index: Index) -> dict[int, set[str]]:
-    """Return the names of classes by their numbers, as far as the data have them; several if parts of it differ.
+    """Return the names of classes by their numbers, as far as the data have them; several if parts of the data
+    disagree.
 
     The classes of a folder of images are named by its subfolders, those of shards by their dataset.json, and those of
     Parquet files by the metadata that the library `datasets` writes into them."""
@@ -170,7 +171,8 @@ def check_class_names(train: Index, test: Index, keys: tuple[str, str] = ("--tra
 
 
 def _lacking(train: Index, ours: dict[int, set[str]], theirs: dict[int, set[str]]) -> list[str]:
-    """Return the test set's class names that the training set lacks, unless unnamed classes of it may have them."""
+    """Return the class names of the test set (`theirs`) that the training set lacks, without those of a class number
+    that is unnamed in the training set: the name may be the same there."""
     known = set[str]().union(*ours.values())
     strange = {number: min(names - known) for number, names in theirs.items() if known and names - known}
     if not strange:
@@ -180,7 +182,7 @@ def _lacking(train: Index, ours: dict[int, set[str]], theirs: dict[int, set[str]
 
 
 def _of_images(index: Index, shard: int) -> dict[int, str]:
-    """Return the names of a folder's subfolders by the numbers of their classes."""
+    """Return the class names of a folder of images, which are those of its subfolders, by class number."""
     table = index.column(shard, ["key", "label"])
     numbers, first = np.unique(table["label"].to_numpy(), return_index=True)
     paths = map(from_text, table["key"].take(first).to_pylist())
@@ -192,12 +194,12 @@ def _of_images(index: Index, shard: int) -> dict[int, str]:
 
 
 def _of_card(folder: str) -> dict[int, str]:
-    """Return the names of classes in the dataset.json of a folder of shards; none if the file is not ours."""
+    """Return the class names in the dataset.json of a folder of shards; none if Eagleray did not write this file."""
     from eagleray.datasets import card
 
     try:
         names: Any = (card.find(folder) or {}).get("class_names")
-    except (UserError, OSError, Outage):  # the file is not ours, or the store does not tell that there is none
+    except (UserError, OSError, Outage):  # Eagleray did not write the file, or the store cannot tell whether it exists
         return {}
     known = names if isinstance(names, list) else []
     return {number: name for number, name in enumerate(known) if name and isinstance(name, str)}

@@ -1,6 +1,6 @@
-"""Define an evaluation protocol: a class of its settings that says what data it needs, and measures a backbone on them.
+"""Define evaluation protocols: classes with settings that say what data they need, and measure a backbone on the data.
 
-The classes are imported by light commands, so the module that computes the numbers is imported in `run` alone."""
+The module that computes the numbers is imported in `run` alone, so that importing a class does not load PyTorch."""
 
 import json
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from eagleray.protocols.needs import Features, Images, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.settings import Evaluate
 
-if TYPE_CHECKING:  # names in types of data
+if TYPE_CHECKING:  # types of protocols' data
     from eagleray.data.index import Index  # noqa: F401
     from eagleray.models.backbone import Backbone
     from eagleray.protocols.features import FrozenFeatures  # noqa: F401
@@ -127,10 +127,10 @@ class PatchProtocol(ImageProtocol):
 
 @dataclass(frozen=True)
 class Listed:
-    """A protocol under a name of `eagleray list protocols`."""
+    """An entry of `eagleray list protocols`: a class with the presets that belong to the entry's name."""
 
     kind: type[Protocol[Any]]
-    about: str = ""  # one line; empty: the line of the class
+    about: str = ""  # one line about the protocol; empty: the class's `about`
     preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the defaults of the class
 
     @property
@@ -140,7 +140,7 @@ class Listed:
 
     @property
     def settings(self) -> list[str]:
-        """The names of all settings of the protocol, those of the extraction of features last."""
+        """The names of all settings of the protocol; those of the extraction of features come last."""
         last = FrozenProtocol.model_fields if issubclass(self.kind, FrozenProtocol) else ()
         return sorted(self.kind.model_fields, key=lambda name: name in last)
 
@@ -171,7 +171,7 @@ def as_option(value: Any) -> str:
 
 
 def parse_option(value: Any, hint: Any) -> Any:
-    """Parse the value of an option as YAML; if the type is a tuple, `0.1,1` is read as a list."""
+    """Parse the value of an option as YAML. If its type `hint` is a tuple, `0.1,1` is read as a list."""
     if hint is str or not isinstance(value, str):
         return value
     try:

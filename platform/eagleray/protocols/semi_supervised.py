@@ -1,9 +1,8 @@
 """Fine-tune a whole backbone and a linear classifier on a few labels, as SimCLR does: Chen et al. 2020,
 arXiv:2002.05709, appendix B.5.
 
-They are trained by SGD with Nesterov momentum 0.9, without warm-up or weight decay, on random crops and flips only. B
-images, C classes.
-"""
+They are trained by SGD with Nesterov momentum 0.9, without warm-up or weight decay, on random crops and flips only. In
+shapes, B is the number of images, C of classes and D of features."""
 
 import copy
 import math

@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
     metric: str  # a key of classification_scores.METRICS
     resnet50: float  # supervised ResNet-50, as EsViT's authors measured it
-    swint: float  # supervised
+    swint: float  # supervised Swin-T
     esvit: float  # EsViT with Swin-T
 
 
@@ -62,9 +62,9 @@ def suite(
 
     The numbers are the metric of each dataset in percent, and their mean. If there is a reference, they are also its
     mean on the same datasets, and the number of datasets on which the backbone beats it. The reference is the suite's
-    results in the folder `reference` of another evaluation or, without one, the published results of the supervised
+    results in the folder `reference` of another evaluation or, if this is None, the published results of the supervised
     backbone of the same timm name. The settings list the datasets that are missing or cannot be used, with the reason.
-    Raises UserError when no dataset can be used, or when the folder `reference` holds no results of the suite."""
+    Raises UserError when no dataset can be used, or the folder `reference` holds no results of the suite."""
     others = read_reference(settings.reference) if settings.reference else published(data.model)
     root = store.absolute(data.root).rstrip("/")
     numbers: dict[str, float] = {}
@@ -87,13 +87,13 @@ def suite(
 
 
 def published(model: str) -> dict[str, float]:
-    """Return the published results of a supervised backbone by dataset; empty where the paper has none."""
+    """Return the published results of the supervised backbone `model` by dataset; empty if the paper has none."""
     return next((row for name, row in SUPERVISED.items() if model.startswith(name)), {})
 
 
 def read_reference(folder: str) -> dict[str, float]:
-    """Return a folder's or URL's newest results of the suite, by dataset: those of a trained backbone, if there are
-    any. Raises UserError if it has none."""
+    """Return the newest results of the suite in a folder or at a URL, by dataset; those of an untrained backbone only
+    if there are no others. Raises UserError if there are no results of the suite."""
     url = f"{store.absolute(folder).rstrip('/')}/results.json"
     with explained(f"--reference {folder}: {url} holds no results of the suite", *NO_JSON, why=False):
         results = [result for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"]

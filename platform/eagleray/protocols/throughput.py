@@ -34,9 +34,9 @@ def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], N
     throughput/params_m       million parameters, without a classifier
     throughput/gmacs          1e9 multiply-adds of one image's forward pass, which papers call GFLOPs
     throughput/images_per_s   forward pass without gradients, median of the rounds after a warm-up round
-    throughput/forward_mib    peak memory of its tensors, weights included
+    throughput/forward_mib    peak memory of such a forward pass, weights included, in MiB
     throughput/step_s         forward and backward pass of one batch, in seconds, median
-    throughput/step_mib       its peak memory, gradients included, without an optimiser's state
+    throughput/step_mib       peak memory of this step in MiB, gradients included, without an optimiser's state
 
     Raises UserError when the backbone cannot take this size, or when the batch does not fit into memory."""
     device = next(backbone.parameters()).device
@@ -77,8 +77,8 @@ def step(net: Backbone, images: Tensor) -> None:
 
 def multiplications(net: nn.Module, images: Tensor) -> float:
     """Count the multiply-adds of a forward pass on images (B, 3, H, W)."""
-    # Attention runs as matrix products here, because not every fused kernel is counted. So do linear layers, which on
-    # some CPUs add rows of zeros.
+    # Attention runs as matrix products here, because not every fused kernel is counted, and linear layers do so because
+    # they are convolutions with added rows of zeros on some CPUs.
     counter = FlopCounterMode(display=False)
     with plain(net), torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
         net(images)
@@ -115,7 +115,7 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps memory that it has freed, so the allocator's count is read, which goes on from earlier profiles.
+    # A process keeps freed memory, so the allocator's count is read. Its first value is subtracted, as it may exceed 0.
     allocations = sorted(
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )

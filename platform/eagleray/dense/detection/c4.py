@@ -33,11 +33,11 @@ from eagleray.models.backbone import Backbone
 
 SCALES = (0.25, 0.5, 1, 2, 4)  # widths of a cell's anchors, relative to `anchor`
 HIDDEN = 256  # channels of the layer before the mask scores
-RANKED = {"training": 12_000, "testing": 6000}  # number of best proposals that compete on the only map
+RANKED = {"training": 12_000, "testing": 6000}  # most proposals before non-maximum suppression, on the only map
 
 
 class ThreeStages(nn.Module):
-    """Map images (B, 3, H, W) to the output (B, C, H / s, W / s) of a ResNet without its fourth stage."""
+    """Map images (B, 3, H, W) to the output (B, C, H / s, W / s) of a ResNet without its fourth stage, of stride s."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ThreeStages(nn.Module):
 
 
 class MeanBoxPredictor(BoxPredictor):
-    """A box head that returns class scores and box offsets from the mean of a region's cells (R, D, h, w)."""
+    """A box head that averages the cells of each of R regions (R, D, h, w); returns class scores and box offsets."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x.mean((2, 3)))
@@ -90,8 +90,8 @@ def mask_rcnn_c4(
     """Build Mask R-CNN from a ResNet, whose fourth stage is taken out of the backbone and becomes the head.
 
     Anchors are `anchor` cells wide, and a quarter, half, twice and four times as much. Unless the batch norm of the
-    backbone is `frozen`, another one follows the fourth stage, as in MoCo (appendix). The other settings are those of
-    `heads.mask_rcnn`. Raises UserError when the backbone is no ResNet."""
+    backbone is `frozen`, a batch norm layer is added after the fourth stage, as in MoCo (appendix). The other settings
+    are those of `heads.mask_rcnn`. Raises UserError when the backbone is no ResNet."""
     model: Any = resnet(backbone, "head=c4")
     before, after = probe(backbone)[-2:]
     stride, channels, width = SIZE // before.shape[3], before.shape[1], after.shape[1]
@@ -119,7 +119,7 @@ def mask_rcnn_c4(
 
 
 def freeze(backbone: Backbone) -> None:
-    """Keep the stem, the first stage and all batch norm of a ResNet as they are, as Detectron2 does by default.
+    """Freeze the stem, the first stage and all batch norm layers of a ResNet, as Detectron2 does by default.
 
     Raises UserError when the backbone is no ResNet."""
     model = resnet(backbone, "frozen=true")
@@ -130,7 +130,7 @@ def freeze(backbone: Backbone) -> None:
 
 
 def resnet(backbone: Backbone, key: str) -> ResNet:
-    """Return the ResNet inside a backbone. Raises UserError, which names the key that needs it, for other models."""
+    """Return the ResNet inside a backbone. Raises UserError, which names the setting `key`, for any other model."""
     if not isinstance(backbone.model, ResNet):
         name = type(backbone.model).__name__
         raise UserError(f"--schedule: {key}: expected a ResNet as backbone, such as resnet50, got a {name}")

@@ -1,4 +1,4 @@
-"""Checks the types and ranges of the values in a COCO file, which comes from strangers like any other data."""
+"""Checks the types and ranges of the values in a COCO file, because data files are not trusted."""
 
 import itertools
 import math
@@ -105,5 +105,5 @@ def run_lengths(text: str) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value, as Python writes it."""
+    """Return the first 60 characters of a value's repr, for error messages."""
     return repr(value)[:60]

@@ -72,7 +72,7 @@ class Coco(Dataset[Example]):
         return len(self.paths)
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
-        """Read an image by its number, or by its number and an epoch, which decides how it is mirrored and cropped.
+        """Read the image with an index, or with an index and an epoch, which decides how it is mirrored and cropped.
 
         Raises UserError as `image` does."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
@@ -80,13 +80,13 @@ class Coco(Dataset[Example]):
         if self.flip and np.random.default_rng((i, epoch)).random() < 0.5:
             image, target = mirror(image, target)
         if self.crop is not None:
-            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as NumPy ignores a last 0
+            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as NumPy would ignore an i of 0 at the end
             if rng.random() < 0.5:
                 return cut(image, target, draw_crop(rng, (info["height"], info["width"])))
         return Example(image, target)
 
     def image(self, i: int) -> Tensor:
-        """Read image number i (3, H, W), uint8.
+        """Read the image with index i (3, H, W), uint8.
 
         Raises UserError when it cannot be read, or does not have the size that the annotations state."""
         image, info = read_image(self.paths[i]), self.tree["images"][i]
@@ -96,11 +96,11 @@ class Coco(Dataset[Example]):
         return image
 
     def trainable(self) -> list[int]:
-        """Return the numbers of the images that have an object to train on."""
+        """Return the indices of the images that have an object to train on."""
         return [i for i in range(len(self)) if self.trainable_objects(i)]
 
     def trainable_objects(self, i: int) -> list[tuple[dict[str, Any], list[float]]]:
-        """Return the annotations of image number i to train on; their boxes x0 y0 x1 y1 are clipped to the image.
+        """Return the annotations of image i to train on, each with its box x0 y0 x1 y1, clipped to the image.
 
         Crowds, and boxes less than a pixel wide or high, are left out."""
         info, out = self.tree["images"][i], []
@@ -112,7 +112,7 @@ class Coco(Dataset[Example]):
         return out
 
     def target(self, i: int) -> dict[str, Tensor]:
-        """Return the boxes, labels and masks of image number i in the form that Example describes."""
+        """Return the boxes, labels and masks of image i in the form that Example describes."""
         info, objects = self.tree["images"][i], self.trainable_objects(i)
         classes = {c: y for y, c in enumerate(self.categories, 1)}
         masks = torch.zeros(len(objects), info["height"], info["width"], dtype=torch.uint8)
@@ -134,7 +134,7 @@ def mirror(image: Tensor, target: dict[str, Tensor]) -> Example:
 
 
 def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Draw the part x0 y0 x1 y1 of an image of `shape` (H, W) that remains.
+    """Draw at random the part x0 y0 x1 y1 of an image of `shape` (H, W) that a crop keeps.
 
     Its sides are those of DETR (Carion et al. 2020, arXiv:2005.12872) and of the Swin and SelfPatch detectors: 384 to
     600 pixels of the image if its short side were resized to 400, 500 or 600 pixels. The image is not resized here, so
@@ -153,7 +153,7 @@ def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, in
 def cut(image: Tensor, target: dict[str, Tensor], part: tuple[int, int, int, int]) -> Example:
     """Cut the part x0 y0 x1 y1 out of an image (3, H, W) and its objects.
 
-    Objects whose box is then less than a pixel wide or high are left out; none may remain."""
+    Objects whose box is then less than a pixel wide or high are left out, so the result may have no objects."""
     x0, y0, x1, y1 = part
     shift = torch.tensor([x0, y0, x0, y0], dtype=torch.float32)
     boxes = (target["boxes"] - shift).clamp(min=0).minimum(torch.tensor([x1 - x0, y1 - y0] * 2, dtype=torch.float32))

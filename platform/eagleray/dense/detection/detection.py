@@ -52,7 +52,7 @@ def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Wo
     if not train.trainable():
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
-    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters require no gradients
     weights = weights_digest(backbone)
     net = build(backbone, len(train.categories), settings)
     tag = digest(weights, config.chosen(settings), tree_digest(coco, times=True))
@@ -105,9 +105,8 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
 
 @torch.inference_mode()
 def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the number of each image of this rank's part, and its n predictions.
-
-    They are boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, H, W)."""
+    """Yield the index of each image of this rank's share, and its n predictions: boxes (n, 4), labels (n,), scores (n,)
+    and masks (n, 1, H, W)."""
     net.eval()
     device = next(net.parameters()).device
     mine = range(dist.rank(), len(data), dist.size())
@@ -119,7 +118,7 @@ def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Ten
 
 
 def coco_results(data: Coco, i: int, result: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the predictions for image number i in COCO's format of results."""
+    """Yield the predictions for image i in COCO's format of results."""
     categories = list(data.categories)
     for box, label, score, mask in zip(*(result[k] for k in ("boxes", "labels", "scores", "masks")), strict=True):
         x0, y0, x1, y1 = box.tolist()
@@ -135,8 +134,8 @@ def coco_results(data: Coco, i: int, result: dict[str, Tensor]) -> Iterator[dict
 def draw(data: Coco, results: list[tuple[int, dict[str, Tensor]]], path: Path) -> Path:
     """Draw images with their annotations on the left and their predictions on the right, and return `path`.
 
-    `results` are pairs from `predictions`: the number of an image and its predictions, of which those with a score of
-    at least CONFIDENT are drawn. The picture is written to `path`."""
+    `results` are pairs from `predictions`: the index of an image and its predictions, of which those with a score of at
+    least CONFIDENT are drawn. The picture is written to `path`."""
     lines = {}
     for i, result in results:
         image, target = data[i]

@@ -38,7 +38,7 @@ class AlignedRegions(nn.Module):
 
     def forward(self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Sequence[tuple[int, int]]) -> Tensor:
         """Return the regions (R, channels, side, side) of the boxes of all images."""
-        rois = torch.cat([F.pad(b, (1, 0), value=i) for i, b in enumerate(boxes)])  # (R, 5) number of image, box
+        rois = torch.cat([F.pad(b, (1, 0), value=i) for i, b in enumerate(boxes)])  # (R, 5) index of the image, box
         levels = self.level(boxes)
         rows = [torch.where(levels == i)[0] for i in range(len(self.maps))]
         cut = [

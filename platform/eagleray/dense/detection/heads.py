@@ -73,7 +73,7 @@ class Stage(RoIHeads):
     def losses(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
     ) -> tuple[Losses, list[Tensor], Tensor]:
-        """Return the losses, each image's regions that were sampled for them, and their box offsets (R, 4)."""
+        """Return the losses, the regions of each image that were sampled for them, and the regions' offsets (R, 4)."""
         assert targets is not None
         regions, matches, labels, box_targets = self.select_training_samples(proposals, targets)
         x = self.box_head(self.box_roi_pool(features, regions, shapes))
@@ -160,8 +160,8 @@ def assemble(
     """Build torchvision's model from its parts. It resizes and normalises images with values from 0 to 1 itself.
 
     In training the short side of an image is drawn from `sizes`; otherwise it is the last of them. `longest` limits the
-    long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals compete; of
-    all maps of an image, `kept` proposals remain in training, and 1000 otherwise."""
+    long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals enter
+    non-maximum suppression; `kept` proposals of an image remain after it in training, and 1000 otherwise."""
     network = L1Proposals if parts == "detectron2" else RegionProposalNetwork
     rpn = network(anchors, proposals, 0.7, 0.3, 256, 0.5, ranked, {"training": kept, "testing": 1000}, 0.7)
     transform = GeneralizedRCNNTransform(tuple(sizes), longest, MEAN, STD, size_divisible=divisor)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""Count the neighbours of each patch that show the same objects, and how often the most similar ones are among them.
+"""Count the neighbours of each patch that show the same objects, and how often the most similar neighbours do so.
 
 These are the true positives that SelfPatch's loss looks for without labels, counted as in its supplement, appendix G
-(Yun et al. 2022, arXiv:2206.07990). N patches, C classes and the background.
-"""
+(Yun et al. 2022, arXiv:2206.07990)."""
 
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def positives(backbone: Backbone, folder: Path, settings: Positives) -> Outcome:
 
 
 def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:
-    """Return the middle of an image (3, S, S) and the class of each of its pixels (S, S), 0 for the background.
+    """Return the centre crop of an image (3, S, S) and the class of each of its pixels (S, S), 0 for the background.
 
     If objects overlap, the pixel has the class of the smallest one."""
     masks = example.target["masks"]
@@ -69,11 +68,11 @@ def class_map(example: Example, size: int) -> tuple[Tensor, Tensor]:
 
 
 def positive_neighbours(classes: Tensor, count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return masks of neighbours with the same classes (N, N) and of patches that show objects (N,), on a grid (h, w).
+    """Return masks of neighbours with the same classes (N, N) and of patches that show objects (N,), for N patches.
 
-    A patch is described by the share of its pixels (S, S) that each of `count` classes and the background has. Two have
-    the same classes if the cosine of their shares is at least THRESHOLD; one shows objects if they cover more than half
-    of it."""
+    A patch is described by the shares of its pixels, `classes` (S, S), that belong to each of `count` classes and the
+    background. Two patches have the same classes if the cosine of their shares is at least THRESHOLD; a patch shows
+    objects if they cover more than half of it. The grid of the patches is (h, w)."""
     shares = F.adaptive_avg_pool2d(F.one_hot(classes.long(), count + 1).permute(2, 0, 1).float(), grid).flatten(1).T
     same = (unit := F.normalize(shares, dim=1)) @ unit.T >= THRESHOLD
     candidates = neighbours(grid, wrap=False)  # (N, 8)

@@ -8,7 +8,7 @@ from eagleray.base.errors import UserError
 from eagleray.dense.feature_maps import Maps
 from eagleray.models.backbone import Backbone
 
-TAPS = (4, 6, 8, 12)  # numbers of the blocks, of twelve, whose outputs are read from a ViT (SelfPatch)
+TAPS = (4, 6, 8, 12)  # blocks whose outputs are read from a ViT, counted as if it had twelve (SelfPatch)
 
 
 class FeaturePyramid(nn.Module):

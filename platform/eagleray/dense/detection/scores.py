@@ -11,8 +11,8 @@ from faster_coco_eval import mask as runs
 from numpy.typing import NDArray
 
 KINDS = {"bbox": "box", "segm": "mask"}
-# faster_coco_eval's names of average precisions, and ours: the mean over IoU thresholds from 0.5 to 0.95; at IoU 0.5
-# and 0.75; and for objects smaller than 32 x 32 pixels, from there to 96 x 96, and larger.
+# faster_coco_eval's names of average precisions, and ours. `ap` is the mean over IoU thresholds from 0.5 to 0.95. Small
+# objects have fewer than 32 x 32 pixels, large ones more than 96 x 96.
 NAMES = {"AP_all": "ap", "AP_50": "ap50", "AP_75": "ap75"}
 NAMES |= {"AP_small": "ap_small", "AP_medium": "ap_medium", "AP_large": "ap_large"}
 

@@ -28,8 +28,8 @@ from eagleray.storage.ordered_map import ordered_map
 FOLDER = "pipelines/detection"
 THREADS = 8  # number of threads that read and decode images
 
-# A training's folder is named by a digest of its settings without keys of default value. So it continues when a later
-# version adds keys.
+# The folder of a training is named by a digest of the settings that differ from their defaults, so that a training
+# continues when a later version adds settings.
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,8 +38,8 @@ class DetectionSchedule:
 
     cascade: bool = False  # three stages of heads instead of one
     head: Literal["fpn", "c4"] = "fpn"  # fpn: on a pyramid of maps; c4: a ResNet's last stage, on the stage before it
-    convolutions: bool = False  # four of them in each box head, a GIoU loss, and in a cascade offsets of each class
-    parts: Parts = "torchvision"  # library that regions and box losses follow; detectron2's are mmdetection's too
+    convolutions: bool = False  # box heads with four convolutions, a GIoU loss and, in cascades, offsets per class
+    parts: Parts = "torchvision"  # library that regions and box losses follow; mmdetection follows detectron2
     frozen: bool = False  # whether a ResNet's stem, first stage and batch norm are not trained
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
@@ -47,7 +47,7 @@ class DetectionSchedule:
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd: with momentum 0.9
     weight_decay: float = 0.05
     drop_path: Share = 0.05
-    sizes: tuple[PositiveInt, ...] = (800,)  # short sides in pixels: drawn in training, the last one to test
+    sizes: tuple[PositiveInt, ...] = (800,)  # short sides in pixels: one is drawn in training, the last is for tests
     longest: PositiveInt = 1333  # longest side of an image in pixels
     crop: bool = False  # whether half of the training images are cropped before resizing, as in DETR
     channels: PositiveInt = 256  # width of the pyramid's maps
@@ -140,8 +140,8 @@ def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: str, sc
 def batches(
     data: Coco, images: Sequence[int], settings: DetectionSchedule, rows: tuple[int, ...], start: int
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield this rank's part of the training batches from step `start` on. `rows` are the numbers of images of all
-    ranks.
+    """Yield this rank's part of the training batches from step `start` on; `rows` has the number of images of each
+    rank.
 
     Every epoch visits the images in a new order and leaves out the last ones that do not fill a batch. Threads read the
     images of the next steps in the background."""

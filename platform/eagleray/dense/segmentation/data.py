@@ -24,12 +24,12 @@ from eagleray.data.pixels import decoding
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
-IGNORED = 255  # class of pixels that have none
+IGNORED = 255  # class of pixels without a class
 NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # names in classes.txt that are not classes
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 WIDEST = 4  # limit of the long side, in units of `size`, as in mmsegmentation's (2048, 512)
 RATIOS = (0.5, 2.0)  # range of the short side in training, in units of `size`
-LARGEST, TRIES = 0.75, 10  # largest share of one class in a crop, and most draws of such a crop
+LARGEST, TRIES = 0.75, 10  # largest share of a class in a crop, and most attempts to draw such a crop
 # Ranges of the factors of brightness and saturation, and of the shift of the hue; each applies to half of the images.
 JITTER = (
     (photometric.brightness, 0.875, 1.125),
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     train: tuple[str, str]
     val: tuple[str, str]
     first: int = 0  # value of the first class in a mask; smaller values are ignored
-    classes: int | None = None  # number of classes if no file names them; None: by the training masks
+    classes: int | None = None  # number of classes if no file names them; None: counted in training masks
 
 
 LAYOUTS = (
@@ -127,7 +127,7 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Read the names of the classes from classes.txt, one in each line, or from ADE20K's list; empty without them."""
+    """Read the names of the classes from classes.txt, one in each line, or from ADE20K's list; empty without these."""
     if (path := folder / "classes.txt").is_file():
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():

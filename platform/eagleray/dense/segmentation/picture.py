@@ -15,7 +15,7 @@ from eagleray.base.plotting import DPI
 from eagleray.dense.segmentation.data import IGNORED
 from eagleray.dense.segmentation.scores import class_scores
 
-GOLDEN = 0.618034  # step of the hue from class to class, as a share of the circle; it makes hues differ
+GOLDEN = 0.618034  # step of the hue from class to class, as a share of the colour circle: the golden ratio
 NONE = (32, 32, 32)  # colour of pixels without a class
 WIDTH = 3.2  # width of an image in inches
 NAMES = 40  # most names in a legend
@@ -25,7 +25,7 @@ class Comparison(NamedTuple):
     """An image with its true and its predicted classes."""
 
     image: Tensor  # (3, H, W) uint8
-    truth: Tensor  # (H, W) classes, IGNORED for pixels without one
+    truth: Tensor  # (H, W) classes, IGNORED for pixels without a class
     prediction: Tensor  # (H, W) classes
 
 
@@ -41,7 +41,7 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> None:
-    """Draw one row for each image: the image, its true and its predicted classes. A legend names those that occur."""
+    """Draw a row for each image: image, true and predicted classes. A legend names the classes that occur."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

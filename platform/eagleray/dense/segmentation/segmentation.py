@@ -1,8 +1,8 @@
 """Fine-tune a backbone for semantic segmentation, with a head that predicts the class of every pixel.
 
-Semantic FPN as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code) and UPerNet as in Swin (Liu
-et al. 2021, arXiv:2103.14030, appendix A2.3), whose settings for ADE20K are also used by SelfPatch (supplement C) and
-by DRLoc (Liu et al. 2021, arXiv:2106.03746, appendix B.2). There are K classes."""
+The head is Semantic FPN, as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code), or UPerNet, as
+in Swin (Liu et al. 2021, arXiv:2103.14030, appendix A2.3). UPerNet's settings for ADE20K are also used by SelfPatch
+(supplement C) and DRLoc (Liu et al. 2021, arXiv:2106.03746, appendix B.2). There are K classes."""
 
 import copy
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.storage.ordered_map import ordered_map
 
 WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the learning rate at its start
-SHORT = 10  # least number of steps of a training for each step of warm-up
+SHORT = 10  # least number of training steps for each step of warm-up, in a short training
 HELPER = 0.4  # weight of UPerNet's second classifier
 PICTURES = 4  # images in the picture
 
@@ -46,7 +46,7 @@ class HeadSettings:
     width: int  # channels
     steps: int
     drop_path: float
-    taps: tuple[int, ...]  # numbers of the blocks, of twelve, whose outputs are read from a ViT
+    taps: tuple[int, ...]  # blocks whose outputs are read from a ViT, counted as if it had twelve
     rescale: bool  # whether a ViT's maps become a pyramid
 
 
@@ -68,7 +68,7 @@ def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, works
     head, steps, batch, size, seed = protocol.head, protocol.steps, protocol.batch, protocol.size, protocol.seed
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
-    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher has no gradients
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters require no gradients
     weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
@@ -169,7 +169,7 @@ def batches(
 ) -> Iterator[tuple[Progress, Batch]]:
     """Yield this rank's part of the training batches from step `start` on, each with the progress of the training.
 
-    `rows` are the numbers of rows of all ranks. Every step counts as an epoch, because all schedules are in steps."""
+    `rows` has the number of rows of each rank. Every step counts as an epoch, because all schedules are in steps."""
     steps, batch, mine = settings["steps"], settings["batch"], own(rows)
     stream = crops(masks, start=start, stop=steps, batch=batch, rows=mine, size=settings["size"], seed=settings["seed"])
     for step, (x, y) in enumerate(stream, start):

@@ -33,14 +33,14 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
 
-LISTS = ("2017", "2016", "480p")  # folders of ImageSets; outside of 2017 there is one object, the foreground
+LISTS = ("2017", "2016", "480p")  # folders of ImageSets; in all but 2017, the objects of a mask count as one
 MULTIPLE = 64  # the long side is rounded down to a multiple of so many pixels
 TEMPERATURE = 0.1
-TILE = 12  # rows and columns of patches that are compared with others at a time
-ROWS, BINS = 30, 4  # rows of cells with a colour histogram, like patches of a ViT/16; bins of each channel
+TILE = 12  # side of the tiles of patches for which similarities are computed at a time
+ROWS, BINS = 30, 4  # rows of cells of the colour histograms, as many as a ViT/16's; bins per channel
 COLUMNS = 5  # number of frames in a picture
 
-Masks = NDArray[np.uint8]  # (H, W) numbers of objects, 0 for the background
+Masks = NDArray[np.uint8]  # (H, W) number of the object at each pixel, 0 for the background
 Area = tuple[slice, slice]  # rows and columns of a grid of patches
 # Maps a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid (h, w).
 Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
@@ -199,7 +199,7 @@ def propagate_masks(
     topk: int,
     size_mask_neighborhood: int,
 ) -> Iterator[Masks]:
-    """Yield the mask of every frame, beginning with the first frame, whose mask is the input.
+    """Yield the mask of every frame, beginning with `first`, the given mask of the first frame.
 
     Only the features of the first frame and of the last `n_last_frames` frames are held in memory.
 
@@ -218,7 +218,7 @@ def propagate_masks(
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
         soft = propagate(x, context, labels, reach=size_mask_neighborhood, topk=topk)
         last.append((x, soft))
-        # The protocol enlarges labels to the resized frame, then masks by the nearest pixel: less than a pixel apart.
+        # The protocol enlarges soft labels to the resized frame, then masks to the original: less than a pixel apart.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
         yield numbers[min_max(large).argmax(0).cpu().numpy()]
 
@@ -226,11 +226,12 @@ def propagate_masks(
 def propagate(
     target: Tensor, context: Tensor, labels: Tensor, *, reach: int, topk: int, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return the soft labels (C, h, w) of a frame, from its tokens (N, D) and T other frames' tokens and soft labels.
+    """Return the soft labels (C, h, w) of a frame with tokens `target` (N, D), from those of T other frames.
 
-    These are (T, N, D) and (T, C, h, w). The label of a patch is a mean over the `topk` most similar patches of all T
-    frames together, weighted by exp(cosine / temperature). Only patches that are at most `reach` rows and columns apart
-    are compared, or all if it is 0. Patches that tie with the last of the `topk` are included."""
+    These have tokens `context` (T, N, D) and `labels` (T, C, h, w). The label of a patch is a mean over the `topk` most
+    similar patches of all T frames together, weighted by exp(cosine / temperature). Only patches at most `reach` rows
+    and columns apart are compared, or all if `reach` is 0. Patches that tie with the last of the `topk` are
+    included."""
     frames, classes, *grid = labels.shape
     reach = reach or max(grid)
     ours = F.normalize(target, dim=-1).unflatten(0, grid)  # (h, w, D)
@@ -258,7 +259,7 @@ def tiles(grid: Sequence[int], reach: int) -> Iterator[tuple[Area, Area]]:
 
 
 def neighbourhood(tile: Area, area: Area, reach: int, device: torch.device | None = None) -> Tensor:
-    """Return a mask (n, m) of the pairs of a tile's and an area's patches at most `reach` rows and columns apart."""
+    """Return a mask (n, m): which patches of a tile and of an area are at most `reach` rows and columns apart."""
 
     def close(one: slice, other: slice) -> Tensor:
         ours, theirs = (torch.arange(s.start, s.stop, device=device) for s in (one, other))
@@ -330,9 +331,9 @@ def read_frame(path: Path) -> Tensor:
 
 
 def read_mask(path: Path, binary: bool) -> Masks:
-    """Read the number of the object at each pixel (H, W), uint8, from the palette or the grey values of a mask.
+    """Read the object at each pixel (H, W), uint8, 0 for the background, from the palette or grey values of a mask.
 
-    If `binary`, all numbers above 0 become 1. Raises UserError when the mask does not decode."""
+    If `binary`, all objects become object 1. Raises UserError when the mask does not decode."""
     with explained(f"{path}: cannot be read", OSError), Image.open(path) as image:
         mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))
     return (mask > 0).astype(np.uint8) if binary else mask

@@ -1,7 +1,5 @@
-"""Measure predicted masks of a video with DAVIS's region similarity J and contour accuracy F.
-
-Perazzi et al. 2016 (CVPR), section 5.
-"""
+"""Measure predicted masks of a video with DAVIS's region similarity J and contour accuracy F: Perazzi et al. 2016
+(CVPR), section 5."""
 
 import math
 
@@ -30,7 +28,7 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
     reach = math.ceil(tolerance * math.hypot(*prediction.shape))
     [box] = find_objects((one | other).astype(np.uint8))  # the box of both contours, to compute fewer distances
     one, other = one[box], other[box]
-    # A contour widened by a disk has exactly the pixels within the disk's radius of the contour.
+    # To compare distances with `reach` gives the same as to dilate the contours with a disk of this radius.
     precision = np.mean(distance_transform_edt(~other)[one] <= reach)
     recall = np.mean(distance_transform_edt(~one)[other] <= reach)
     return float(2 * precision * recall / (precision + recall)) if precision + recall else 0.0

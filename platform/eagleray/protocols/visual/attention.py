@@ -38,7 +38,7 @@ Point = tuple[float, float]  # x and y, shares of the image's width and height
 class Maps(NamedTuple):
     """The attention maps of B images with N patches. Every row of a map sums to one."""
 
-    patches: Tensor  # (B, heads, N, N) each patch as query (row) to each as key (column)
+    patches: Tensor  # (B, heads, N, N) of each patch as query (row) to each patch as key (column)
     token: Tensor | None  # (B, heads, N) the class token as query; None if the model has none
     grid: tuple[int, int]
 
@@ -49,11 +49,11 @@ def attention(backbone: Backbone, index: Index, settings: Attention, workspace: 
     """Measure and draw the attention of each head in the last block.
 
     Two numbers are measured for each head, as means over the query patches and the images: the entropy of the attention
-    in bits, and the percentage of patches that together hold `mass` of it. Four pictures are drawn: the maps of `heads`
-    heads, evenly spread from the highest entropy to the lowest, the fewest patches that hold `mass` of each map, the
-    attention of the patches at `points`, x and y of each, and the entropies of all heads (EsViT, figures 6 and 10
-    to 12). A map is what the patch at `query`, x and y, attends to; by default, that is the class token, or the patch
-    in the middle of a model without one.
+    in bits, and the percentage of patches that together hold `mass` of it. Four pictures are drawn: (1) the maps of
+    `heads` heads, evenly spread from the highest entropy to the lowest; (2) the fewest patches that hold `mass` of each
+    map; (3) the attention of the patches at `points`, x and y of each; (4) the entropies of all heads (EsViT, figures 6
+    and 10 to 12). A map is the attention of the patch at `query`, x and y, or by default that of the class token or, in
+    a model without one, of the patch in the middle.
 
     Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
     check_attention(backbone)
@@ -109,7 +109,7 @@ def pictures(
     mass: float,
     out: Path,
 ) -> tuple[Path, ...]:
-    """Draw three pictures of some images (3, H, W) and the maps of some heads; `bits` (heads,) are the entropies."""
+    """Draw three pictures of some images and the maps of the heads `picked`; `bits` (heads,) are the entropies."""
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
     heads: dict[str, list[draw.Tile]] = {}
     masked: dict[str, list[draw.Tile]] = {}
@@ -140,8 +140,8 @@ def pictures(
 
 
 def draw_entropies(bits: Tensor, order: Sequence[int], out: Path) -> Path:
-    """Draw a bar for each head's mean entropy, in this order, with its deviation over images; `bits`: (images,
-    heads)."""
+    """Draw a bar for the mean entropy of each head, in the given `order`, with its standard deviation over images. The
+    entropies `bits` are (images, heads)."""
     from matplotlib.figure import Figure
 
     mean, deviation = bits.mean(0)[order], bits.std(0, correction=0)[order]
@@ -199,7 +199,7 @@ def query_point(attended: Maps, asked: Point | None) -> Point | None:
 
 
 def patch_at(point: Point, grid: tuple[int, int]) -> int:
-    """Return the number of the patch at a point (x, y), given as fractions of the image's width and height."""
+    """Return the row-major index of the patch at a point (x, y), given as fractions of the image's width and height."""
     x, y = (min(int(share * n), n - 1) for share, n in zip(point, reversed(grid), strict=True))
     return y * grid[1] + x
 
@@ -239,8 +239,8 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
 def windows(block: Any, grid: tuple[int, int]) -> Tensor:
     """Return the numbers of the T patches in each of the W windows of a block (W, T).
 
-    Patches are numbered from 1, row by row; 0 stands for padding. The numbers themselves are passed through the block,
-    because models differ in the order in which they pad and shift."""
+    Patches are numbered from 1, row by row; 0 stands for padding. The block is run on these numbers instead of
+    features, because models differ in the order in which they pad and shift."""
     recorded: list[Tensor] = []
 
     class Recorder(nn.Module):

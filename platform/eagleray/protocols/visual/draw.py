@@ -18,7 +18,7 @@ SIDE, LABEL, GAP, TOP = 1.55, 0.95, 0.08, 0.5
 CAPTION = 0.2  # inches above each tile
 LONGEST = 480  # longest side of a tile in pixels, to keep files small
 RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
-# Colours (6, 3) of objects in videos, by number, which people with colour blindness can tell apart.
+# Colours (6, 3) of objects in videos, which people with colour blindness can tell apart. Row i is for object i + 1.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
 OVER = 0.6  # weight of a heat map or a mask in the colour of a pixel
 
@@ -43,8 +43,8 @@ class Pair(NamedTuple):
     ends: NDArray[np.float64]  # (k, 4) pixels: x and y in one image, x and y in the other
     right: NDArray[np.bool_] | None  # (k,), None if unknown
     title: str
-    # (2, 4) pixels of the regions nearest to one image's global feature, and to the other's: x and y in one, x and y in
-    # the other image.
+    # (2, 4) pixels: for the global feature of each image (row), x and y of the region of `one` that is nearest to it,
+    # and x and y of the nearest region of `other`.
     marks: NDArray[np.float64] | None = None
 
 
@@ -130,7 +130,7 @@ def pairs(pairs: Sequence[Pair], path: Path, title: str, *, side: float = 1.6 * 
     """Draw pairs of images, `side` inches high, into a file, two pairs in a row, with numbered lines between matches.
 
     A line is green if the match is right, red if it is wrong and yellow if this is unknown. In each image, a blue dot
-    marks the region nearest to its own global feature, and a red triangle the one nearest to that of the other image
+    marks the region nearest to its own global feature, and a red triangle the region nearest to that of the other one
     (EsViT, figures 5 and 9)."""
     from matplotlib.figure import Figure
 

@@ -81,7 +81,8 @@ def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Te
 
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
-    """Return the scores (n, k) of vectors (n, D) on their first k principal components, and their share of variance.
+    """Return the scores (n, k) of vectors (n, D) on k principal components, and the share of variance that these
+    explain.
 
     If there are fewer than k components, the other columns are zero. The sign of a component makes its largest weight
     positive."""
@@ -97,7 +98,7 @@ def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
 def oriented(first: Tensor) -> Tensor:
     """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive.
 
-    Borders of images mostly show background, so the sign that is rarer at the borders is taken for the foreground."""
+    Borders of images mostly show background, so the foreground is the sign that is rarer at the borders than inside."""
     border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
     front = (first > 0).float()
@@ -105,7 +106,7 @@ def oriented(first: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Scale each column of values (n, k) to the range from 0 to 1, and clip the outermost values."""
+    """Scale each column of values (n, k) to the range from 0 to 1, and clip the share EDGE of them at either end."""
     if not len(x):
         return x
     low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
@@ -117,8 +118,8 @@ def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspac
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
     The second view of an image is a smaller and recoloured crop. The second image is the nearest of `limit` images. A
-    match between two views is right if it is at most one patch away from the true position. Over these matches, the
-    percentage of right ones and the mean distance in pixels are measured. `one` and `other` are two images of the
+    match between two views is right if it is at most one patch away from the true position. For these matches, the
+    percentage that is right and the mean distance in pixels are measured. `one` and `other` are two images of the
     user's own, files or keys of samples, which get a picture of their own.
 
     Raises UserError when fewer than two images decode, or one of the user's two cannot be read."""
@@ -153,7 +154,7 @@ def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspac
 
 
 def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
-    """Return the centre crops (2, 3, size, size), uint8, of two images, each a file or a sample's key; None for none.
+    """Return the centre crops (2, 3, size, size), uint8, of two files or samples (by key); None if no name is given.
 
     Raises UserError when only one is given, or one of them is missing or does not decode."""
     if not one and not other:
@@ -167,7 +168,7 @@ def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
 def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
     """Return the centre crop (3, size, size) of a file or, if there is no such file, of the sample with this key.
 
-    Raises UserError when there is neither, or it does not decode."""
+    Raises UserError when there is neither file nor sample, or the image does not decode."""
     if Path(name).is_file():
         data: bytes | memoryview = Path(name).read_bytes()
     else:
@@ -182,9 +183,9 @@ def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
 
 
 def matched(one: Features, i: int, other: Features, j: int, image: Tensor, second: Tensor) -> draw.Pair:
-    """Return image i of one batch and image j of another, both (3, S, S), with their matches.
+    """Return the pair of `image` and `second` (3, S, S), whose features are one[i] and other[j], with their matches.
 
-    These are matching patches, and the regions nearest to the global feature of each image."""
+    These are matching patches and, for the global feature of each image, the nearest region of both images."""
     size, each = image.shape[1], [(one, i), (other, j)]
     ends = match_ends(one.patches[i], other.patches[j], one.grid, size)
     nearest_regions = [
@@ -195,7 +196,7 @@ def matched(one: Features, i: int, other: Features, j: int, image: Tensor, secon
 
 
 def region(patches: Tensor, feature: Tensor) -> Tensor:
-    """Return the index of the patch of (N, D) that is nearest to a global feature (D,) by the cosine."""
+    """Return the index of the patch of `patches` (N, D) that is nearest to a global feature (D,) by the cosine."""
     return (F.normalize(patches, dim=-1) @ F.normalize(feature, dim=-1)).argmax()
 
 
@@ -208,7 +209,7 @@ def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> 
 
 
 def centres(patch: Tensor, grid: tuple[int, int], size: int) -> Tensor:
-    """Return the centres of patches (k,) of an image of `size` pixels: x and y of each (k, 2), in pixels."""
+    """Return the centres (k, 2), x and y in pixels, of the patches with indices (k,) in an image of `size` pixels."""
     x, y = (patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0]
     return torch.stack([x, y], 1).double().cpu()
 

@@ -29,14 +29,14 @@ BATCH = 32
 class Nearest(NamedTuple):
     """The k nearest neighbours of q queries, the nearest first."""
 
-    rows: Tensor  # (q, k)
+    rows: Tensor  # (q, k) rows of the neighbours
     cosine: Tensor  # (q, k)
 
 
 def neighbours(backbone: Backbone, index: Index, settings: "Neighbours", workspace: "Workspace") -> Outcome:
     """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
 
-    With labels, also measure the percentage of neighbours that have the query's class. These have a green frame.
+    With labels, also measure the percentage of neighbours that have the query's class; these have a green frame.
 
     Raises UserError when fewer than two images decode."""
     images = subset(np.arange(len(index)), settings.limit)
@@ -53,7 +53,7 @@ def draw_neighbours(
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Draw some images of an index, evenly spread, each with the k nearest of all `images`.
 
-    Return what `neighbours` measures, and the numbers of images. Raises UserError when fewer than two images decode."""
+    Returns the numbers and settings of `neighbours`. Raises UserError when fewer than two images decode."""
     device = next(backbone.parameters()).device
     samples: list[int] = []
     parts = []
