@@ -1,7 +1,7 @@
-"""End Ray Train's controller when a run is stopped before its workers have started, as no worker sees the request.
+"""Kill Ray Train's controller, an actor, when a run is stopped before it has workers that could see the request.
 
-Ray Train does not hand out the handle of this actor, and its thread in our process waits as long as the actor lives.
-The process of a sweep's trial goes on to other trials, so that could be for ever.
+Ray Train gives no access to the actor's handle, and its thread in our process waits until the actor ends. The process
+of a sweep's trial runs other trials afterwards, so that could be for ever.
 """
 
 import time
@@ -21,7 +21,7 @@ class Controller:
         from ray.train.v2._internal.execution.callback import ControllerCallback
 
         key = self.key
-        self.forget()  # a command that was killed has left its controller's handle
+        self.forget()  # a command that was killed may have left its controller's handle
 
         class Tell(ControllerCallback):  # type: ignore[misc]
             def after_controller_start(self, train_run_context: Any) -> None:
@@ -33,7 +33,7 @@ class Controller:
         return Tell()
 
     def kill(self) -> None:
-        """Kill the controller, which has no workers. Ray ignores its `abort` while the controller waits for room."""
+        """Kill the controller of a run without workers. Its `abort` has no effect while it waits for resources."""
         import ray
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -44,7 +44,7 @@ class Controller:
             ray.kill(ray.cloudpickle.loads(handle))
 
     def forget(self) -> None:
-        """Delete the handle. Called when the run has ended or is stopped."""
+        """Delete the stored handle: one that a killed command has left, or the run's own when the run has ended."""
         from ray.experimental.internal_kv import _internal_kv_del
 
         _internal_kv_del(self.key)

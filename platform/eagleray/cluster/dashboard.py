@@ -1,4 +1,4 @@
-"""Ask the dashboard of a Ray head, over HTTP."""
+"""Send HTTP requests to the dashboard of a Ray head node, with the token of the cluster."""
 
 import os
 import re
@@ -51,8 +51,8 @@ def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, fl
 
 
 def _authorization() -> dict[str, str]:
-    """Return the HTTP header with the cluster's token, if there is one. As Ray does with RAY_AUTH_MODE=token, looks in
-    RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH and ~/.ray/auth_token."""
+    """Return the HTTP header with the cluster's token, or {} without RAY_AUTH_MODE=token or a token. As Ray does, looks
+    in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names and in ~/.ray/auth_token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return {}
     token = os.environ.get("RAY_AUTH_TOKEN", "")

@@ -1,4 +1,4 @@
-"""Store why a run can no longer be mended by a restart: in the run's folder or, if it cannot be written, in Ray."""
+"""Store why a run has failed for good: in the run's folder or, if that cannot be written, in Ray's key-value store."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
 log = logging.getLogger(__name__)
-TIMES = 3  # errors in a row that ended an attempt, without a new checkpoint, after which the run has failed
-COUNT = ".failures"  # name of the file that counts such errors
+TIMES = 3  # attempts in a row that an error ended, without a new checkpoint, after which the run has failed
+COUNT = ".failures"  # name of the file with the number of such attempts so far
 
 
 def fail(out: str, command: str, failure: dict[str, Any]) -> None:
-    """Store why no restart can mend a command's run, unless a reason is stored already: others fail because the first
-    has. The command's id is stored with it, so that a later command does not take the failure for its own."""
+    """Store why a command's run has failed for good. The first stored reason stays, as later errors follow from it. The
+    command's id is stored too, so that a later command does not take the failure for its own."""
     from ray.experimental import internal_kv
 
     if failure_of(out, command):
@@ -33,7 +33,7 @@ def fail(out: str, command: str, failure: dict[str, Any]) -> None:
 
 
 def failure_of(out: str, command: str) -> dict[str, Any] | None:
-    """Return the stored reason why no restart can mend a command's run, or None if there is none."""
+    """Return the stored reason why a command's run has failed for good, or None if there is none."""
     from ray.experimental import internal_kv
 
     try:
@@ -49,7 +49,7 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
 
 def report(error: Exception) -> dict[str, Any]:
     """Return the record of this rank's error that is stored if the error ends the run."""
-    rank = os.environ.get("RANK", "0")  # the process group may not have been formed
+    rank = os.environ.get("RANK", "0")  # from the environment, as there may be no process group yet
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
 
@@ -67,5 +67,5 @@ def count(out: str, command: str) -> int:
 
 
 def _key(out: str, command: str) -> bytes:
-    """Return the key of a run's failure in Ray, with the run's path, as a sweep's trials have one command."""
+    """Return the key of a run's failure in Ray. It has the run's path, as all trials of a sweep share a command id."""
     return f"eagleray-failure-{command}-{out}".encode()

@@ -21,12 +21,12 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.sources import resolve_paths, weight_files
 from eagleray.storage.store import check_writable, folder_of, store
 
-# Names, and beginnings of names, of the environment variables that are sent with a job: addresses, and settings of
-# NCCL, gloo, libfabric, PyTorch and Ray Train. None of them is meant to hold a secret.
+# Environment variables that are sent with a job, by name and by beginning of the name: addresses, and settings of NCCL,
+# gloo, libfabric, PyTorch and Ray Train. None of them is meant to hold a secret.
 SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
-OF_THIS_MACHINE = ("TORCH_HOME",)  # its value is a path of this machine
-SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # secret variables' names
+OF_THIS_MACHINE = ("TORCH_HOME",)  # not sent although it begins with TORCH_: a path of this machine
+SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # names that suggest a secret
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
 
 
@@ -42,7 +42,7 @@ class JobPackage:
     words: tuple[str, ...]  # arguments of `eagleray` on the head
     asks: str  # the resources that the command needs, in words
     files: Mapping[str, str] = field(default_factory=dict)  # texts of the files sent with the command, by file name
-    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # plug-ins by path
+    plugins: Mapping[str, loading.Sources] = field(default_factory=dict)  # plug-ins by folder in the package
     recipe: Recipe | None = None  # None unless the job is a run
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class JobPackage:
 
     def write(self, folder: Path) -> None:
         """Write the package into an empty folder."""
-        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe is resolved: it needs no base
+        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe is resolved: it needs no bundled base
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         for name, text in self.files.items():
             (folder / name).write_text(text)
@@ -125,9 +125,9 @@ def pack_words(
     *,
     asks: str,
 ) -> JobPackage:
-    """Return the package of a command other than `pretrain`. `words` are the arguments after its name, `files` texts to
-    send along. Plug-ins are put into the folder of the command, where it looks for them. Raises UserError for plug-ins
-    that cannot be used, and for secrets."""
+    """Return the package of a command other than `pretrain`. `words` are the arguments after its name, `files` the
+    texts of files to send along, by name. Plug-ins are put into the working folder of the command, where it looks for
+    them. Raises UserError for plug-ins that cannot be used, and for secrets."""
     loaded = [config.check(loading.Plugin, tree, "plugins") for tree in loading.resolve([str(p) for p in plugins])]
     line = (command, *words, *(word for p in loaded for word in ("--plugin", p.name)))
     everything = [*line, *(files or {}).values(), *(p.sha256 for p in loaded)]
@@ -155,7 +155,7 @@ def check_data_places(recipe: Recipe) -> None:
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
-    for key in weight_files(resolve_paths(recipe)):  # a bare name such as timm's is no file
+    for key in weight_files(resolve_paths(recipe)):  # names of weights such as timm's are no files
         check_place(key, recipe.weight_sources[key])
     if recipe.data.cache:
         check_place("data.cache", recipe.data.cache)
@@ -174,8 +174,8 @@ def check_place(key: str, place: str) -> None:
 
 
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:
-    """Return the environment variables to send with the job, and a line about each one that is left out. Raises
-    UserError when one of those to send contains a user or password."""
+    """Return the environment variables to send with the job, and a line about each that is not sent, as it may be
+    secret or hold an address that nodes cannot reach. Raises UserError when a value to send has a user or password."""
     sent = {k: v for k, v in sorted(here.items()) if v and (k in SENT or k.startswith(BEGINNINGS))}
     for key in OF_THIS_MACHINE:
         sent.pop(key, None)
@@ -197,7 +197,7 @@ def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], l
 
 
 def _secret(key: str) -> str:
-    """Return where to set the password that the value of a variable must not contain."""
+    """Return a text on where to set the password that the value of the variable `key` must not contain."""
     if key == "MLFLOW_TRACKING_URI":
         return "such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
     return "in the environment of `ray start`"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The distributions in pyproject.toml that are imported under their own names; MODULES adds the others.
+# The packages in pyproject.toml whose modules have the same name. MODULES maps all packages to their modules.
 SAME = """
 torch torchvision timm numpy pyarrow duckdb scipy isal simplejpeg urllib3 braceexpand platformdirs psutil matplotlib
 huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow ray
@@ -25,12 +25,12 @@ LOOK = 10.0  # seconds between two readings of VMSTAT
 
 
 def missing(modules: dict[str, str]) -> list[str]:
-    """Return the distributions whose module this interpreter cannot find."""
+    """Return the packages whose module this interpreter cannot find."""
     return [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
 
 
 def start(words: Sequence[str]) -> None:
-    """Run a module with arguments, `words`, and exit with its status; exit with 2 when a package is missing."""
+    """Run `words`, a module and its arguments, and exit with its status; exit with 2 when a package is missing."""
     if lacks := missing(MODULES):
         version = ".".join(map(str, sys.version_info[:3]))
         print(
@@ -43,8 +43,8 @@ def start(words: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command and return its exit status: 128 + N if signal N kills it. A line then names the signal, and says
-    whether the kernel has killed processes of this machine meanwhile because memory ran out."""
+    """Run a command and return its exit status: 128 + N if signal N kills it. In that case a printed line names the
+    signal, and says whether the kernel has killed processes of this machine meanwhile because memory ran out."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ray also sends SIGINT to the command, which handles it
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -69,5 +69,5 @@ def ended_for_memory() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder
+    sys.path.pop(0)  # this file's folder, where no package is looked for
     start(sys.argv[1:])

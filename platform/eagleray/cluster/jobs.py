@@ -27,8 +27,8 @@ from eagleray.config import nearest
 if TYPE_CHECKING:
     from eagleray.cluster.job_package import JobPackage
 
-# What the head runs in the folder of the package: the Python of the Ray that started the job, whatever `python` is on
-# PATH. The memory maps of the parent process, which belongs to that Ray, have the path of its library.
+# Shell command of a job. It runs the Python of the Ray that started the job, not the `python` on PATH: the memory maps
+# of its parent process, which belongs to that Ray, have the path of Ray's library.
 LIBRARY = r"s|.* \(/.*\)/lib[^/]*/python[^/]*/[^/]*/ray/_raylet.so$|\1/bin/python3|p"
 ENTRY = (
     f"p=$(sed -n '{LIBRARY}' /proc/$PPID/maps | head -n 1); "
@@ -36,14 +36,14 @@ ENTRY = (
 )
 TIMEOUTS = (4, 30)  # seconds to wait for the connection, and for an answer
 PATIENCE = 300  # seconds that `follow` waits for a head that has stopped answering
-STOPPING = 300  # seconds after a request to stop at which Ray kills the run
+STOPPING = 300  # seconds that a run has to end after a request to stop, before Ray kills it
 MEMORY = 2**30  # bytes of the head's memory reserved for a job, measured with benchmarks/head_memory.py
 HEAD = "node:__internal_head__"  # a resource that only the head has
 POLL = 1.0  # least number of seconds between two requests for a job's state and log
 RATE = 2**20  # bytes of log to fetch per second at most: Ray returns the whole log each time
-STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, each with the exit status of a command
-# Ray sends the signal to the job's child processes too. Not SIGTERM, which ray.init handles itself; SIGINT is ignored
-# by the processes that load data.
+STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, with the exit status to assume where Ray has none
+# The signal with which Ray stops a job and its child processes. It is not SIGTERM, for which ray.init installs its own
+# handler; processes that load data ignore SIGINT.
 STOP = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOPPING)}
 Say = Callable[[str], None]
 
@@ -65,18 +65,18 @@ class Job:
     recipe: str  # the name of a recipe, sweep, backbone or data set
     out: str
     digest: str
-    since: float  # seconds since 1970
+    since: float  # time of the start in seconds since 1970
     seconds: float
     status: int | None  # exit status; None while it runs, or where Ray has none
     message: str
     command: str = "pretrain"
     user: str = ""  # name of the submitter
-    waits: str = ""  # a pending or running job's reason to wait, in words
+    waits: str = ""  # what a pending or running job waits for, in words; "" if it does not wait
     address: str = ""  # the URL of the cluster's dashboard
 
     @classmethod
     def _of(cls, details: Mapping[str, Any]) -> "Job":
-        """Return the job that `details` of the Jobs API describe. Raises KeyError when they describe no job."""
+        """Return the job that `details`, an answer of Ray's Jobs API, describe. Raises KeyError for another answer."""
         since = (details.get("start_time") or 0) / 1000
         end = details["end_time"] / 1000 if details.get("end_time") else time.time()
         labels = details.get("metadata") or {}
@@ -136,10 +136,10 @@ class Job:
 
 
 class Cluster:
-    """A cluster's head. Every method raises UserError for a missing or refused token, and Silent without an answer."""
+    """The head node of a Ray cluster. Methods raise UserError without a valid token, and Silent without an answer."""
 
     def __init__(self, address: str | None) -> None:
-        """Connect to the head at `address`, by default that of the environment. Raises UserError when there is none."""
+        """Connect to the head at `locate(address)`. Raises UserError without an address, or when no head answers."""
         self.address = locate(address)
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # otherwise Ray's client would prefer RAY_ADDRESS
         if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -176,8 +176,8 @@ class Cluster:
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
     def waits(self, job: Job, known: Sequence[Job] | None = None) -> str:
-        """Return what a job waits for: room on the head if it is pending, or else the last line of its log if it says
-        so. Returns "" if it does not wait or the head does not answer. `known` are all jobs, if just listed."""
+        """Return a text on what a job waits for: memory of the head if it is pending, else the last line of its log if
+        that says so. "" if it does not wait or the head does not answer. `known` are all jobs, if just listed."""
         if job.state not in ("pending", "running") or (job.state == "pending" and job.seconds <= SOON):
             return ""
         try:
@@ -190,7 +190,7 @@ class Cluster:
 
     def submit(self, name: str, package: "JobPackage", variables: dict[str, str], memory: int) -> None:
         """Submit a package as the job `name` with the environment `variables`. Ray starts it as soon as `memory` bytes
-        of the head's memory are not reserved. Raises Silent, also when another job has the name."""
+        of the head are not reserved. Raises Silent without an answer, and when another job has the name."""
         with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
             package.write(Path(folder))
             variables = variables | STOP | {NAME: package.labels["user"]}
@@ -258,7 +258,7 @@ def _through_ray() -> Iterator[None]:
 
 
 def _queue(known: Sequence[Job]) -> str:
-    """Return a text on what a job that Ray has not started waits for. `known` are all jobs."""
+    """Return a text on the memory of the head that a pending job waits for. `known` are all jobs of the cluster."""
     others = sum(job.state == "running" for job in known)
     return f"{WAITING}{MEMORY / 2**30:g} GiB of the head's memory; {others} job(s) run there with as much each"
 
@@ -296,8 +296,8 @@ def _why(message: str) -> str:
 
 
 def submit(cluster: Cluster, package: "JobPackage", variables: dict[str, str], say: Say, *, join: bool) -> str:
-    """Submit a command, and return its job id. If it runs already, return the id of that job with `join`, or else raise
-    UserError. Also raises UserError when a command with other options works on the same `out`."""
+    """Submit a command, and return its job id. If the same command runs already, return the id of its job with `join`,
+    else raise UserError. Also raises UserError when a command with other options works on the same `out`."""
     while True:
         known = cluster.jobs()
         family = [j for j in known if re.fullmatch(re.escape(package.id) + r"(-\d+)?", j.id)]
@@ -340,7 +340,7 @@ def follow(cluster: Cluster, name: str, say: Say, *, patience: float = PATIENCE)
     told, lost, job, waits = 0, 0.0, cluster.job(name), ""
     while True:
         try:
-            job = cluster.job(name)  # the log, read next, is complete only once the job has ended
+            job = cluster.job(name)  # the state is read before the log, which is complete once the job has ended
             text = cluster.logs(name)
             before, waits = waits, cluster.waits(job) if job.state == "pending" else ""
         except Silent as e:

@@ -1,7 +1,7 @@
-"""Prepare the workers of a run for the process group of their ranks: its rendezvous address and the ranks' numbers.
+"""Tell the workers of a run what a process group of their ranks needs: the rendezvous address and their ranks.
 
-The training processes form the group, see `rank_process`. Only functions that run in workers import PyTorch: Ray
-Train's controller imports this module too, on the head, where PyTorch would cost every run memory.
+The training processes of the workers form the group, see `rank_process`. Only functions that run in workers import
+PyTorch: Ray Train's controller on the head imports this module too, and would need more memory for every run.
 """
 
 import os
@@ -12,7 +12,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.util import get_node_ip_address
 
 PATIENCE = 1800.0  # least timeout in seconds of a collective operation
-SLACK = 300.0  # seconds added to the longest accepted outage of a store for that timeout
+SLACK = 300.0  # seconds by which that timeout exceeds the longest accepted outage of object storage
 _opened: list[Any] = []  # keeps the key-value store open until this process ends
 
 
@@ -32,7 +32,7 @@ class Meeting(Backend):
 
 
 class Ranks(BackendConfig):
-    """Tells Ray Train to use Meeting. The workers use no GPU, only the training processes that they start."""
+    """The configuration by which Ray Train uses Meeting. A worker uses no GPU itself; its training process does."""
 
     @property
     def backend_cls(self) -> type[Meeting]:
@@ -40,7 +40,7 @@ class Ranks(BackendConfig):
 
 
 def limit(patience: float) -> float:
-    """Return the timeout in seconds of collective operations, if a store may be away for `patience` minutes."""
+    """Return the timeout in seconds of collective operations, if object storage may fail for `patience` minutes."""
     return max(PATIENCE, 60 * patience + SLACK)
 
 
@@ -54,7 +54,7 @@ def listen() -> tuple[str, int]:
 
 
 def number() -> None:
-    """Write this worker's rank into its environment, with the variables that Ray sets for PyTorch."""
+    """Write this worker's rank, and the other variables that Ray Train sets for PyTorch, into its environment."""
     from ray.train.torch.config import _set_torch_distributed_env_vars
 
     _set_torch_distributed_env_vars()
@@ -66,8 +66,8 @@ def meet_at(host: str, port: int) -> None:
 
 
 def watch_hangs(patience: float) -> None:
-    """Turn on Ray's detector of hangs in NCCL, by environment variables that Ray reads. If a rank's operations make no
-    progress for longer than a store may be away (`patience` minutes), all workers are restarted."""
+    """Turn on Ray's detector of hangs in NCCL, by environment variables that Ray reads. Ray restarts all workers when a
+    rank's operations make no progress for longer than object storage may fail (`patience` minutes)."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", "1")
     os.environ.setdefault("RAY_TRAIN_NCCL_RAS_ACTION", "fail")
     os.environ.setdefault("RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S", str(60 * patience + 60))

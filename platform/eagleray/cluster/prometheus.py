@@ -1,4 +1,4 @@
-"""Export a run's numbers as Ray metrics, which Prometheus collects from every node of a cluster."""
+"""Export a run's metrics through Ray, from which Prometheus collects them on every node of a cluster."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ class Kept(Background):
     """Gauges of a run that keep their last values until they are closed. Ray drops a value two exports after it was
     set. A run that logs seldom or hangs sets its values less often, so a thread sets them again."""
 
-    seconds = 5.0  # Ray exports every 10 seconds
+    seconds = 5.0  # interval at which all values are set again; Ray exports every 10 seconds
 
     def __init__(self, run: str, method: str, user: str, abouts: Mapping[str, str]) -> None:
         """`run` is the run's full path or URL, as two runs may have the same name, `user` the person who began it, and
@@ -36,7 +36,7 @@ class Kept(Background):
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge. Values that are not finite are ignored."""
-        if math.isfinite(value):  # a gauge keeps its last finite value; health findings report others
+        if math.isfinite(value):  # a gauge keeps its last finite value; NaN and infinity are health findings
             self.values[name] = value
             self.gauges[name].set(value, self.tags)
 
@@ -46,7 +46,7 @@ class Kept(Background):
 
 
 class Gauges(Kept):
-    """The Ray metrics of a run, which rank 0 sets. Ray exports them from its node, with the prefix `ray_eagleray_`."""
+    """The Ray metrics of a run. Rank 0 sets them; Ray exports them from its node with the prefix `ray_eagleray_`."""
 
     def __init__(self, run: str, method: str, user: str, steps: int) -> None:
         """`steps` is the planned number of steps."""
@@ -58,7 +58,7 @@ class Gauges(Kept):
         self.set(PLANNED[0], steps)
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Set the metrics from a line of metrics.jsonl or health.jsonl, or from goodput and restarts, by their keys."""
+        """Set the metrics that a record has: a line of metrics.jsonl or health.jsonl, or goodput and restarts."""
         for name, metric in GAUGES.items():
             if "kind" not in record and metric.key in record:
                 self.set(name, record[metric.key])
@@ -70,8 +70,8 @@ class Gauges(Kept):
 
 @contextmanager
 def wanted(run: str, method: str, user: str, workers: int) -> Iterator[None]:
-    """A context in which this process exports the number of workers that a run asks for. The metrics of rank 0 vanish
-    when its worker dies. This one stays, which tells a run that waits for machines from one that has ended."""
+    """A context in which this process exports the number of workers that a run asks for. Rank 0's metrics vanish with
+    its worker, but this one stays, so a run that waits for machines can be told from one that has ended."""
     with closing(Kept(run, method, user, dict([WANTED]))) as kept:
         kept.set(WANTED[0], workers)
         yield

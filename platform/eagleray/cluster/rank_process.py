@@ -1,7 +1,7 @@
-"""Train one rank in a process that was forked for one attempt.
+"""Train one rank in a forked process, which serves one attempt to train the run.
 
-This module must not import Ray, as its threads would not survive the fork. The process sends the worker what Ray has to
-know.
+This module must not import Ray, whose threads would not survive the fork. Instead the process sends to its worker what
+Ray has to know, such as metrics.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from eagleray.engine.world import World
 from eagleray.runs import pretrain
 from eagleray.runs.recipe import Recipe
 
-for _name in ("boto3", "mlflow"):  # imported before the fork, to save the time of it after; either may be missing
+for _name in ("boto3", "mlflow"):  # imported here so that no forked process spends time on it; either may be missing
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
 
 class RayWorld(World):
-    """The world of one rank on Ray. The worker tells it when a machine will be taken away, and exports metrics."""
+    """A training process on Ray: its worker tells it when a machine will be taken away, and exports its metrics."""
 
     spot = True
 

@@ -65,8 +65,8 @@ def ray_map(
 
 
 def await_room(gpus: bool) -> None:
-    """Wait until a cluster has room for a task, with a GPU if asked, and print a line meanwhile. A command that needs
-    PyTorch for the results of tasks imports it afterwards, and takes little of the head's memory before."""
+    """Wait until a cluster has room for one task, with a GPU if `gpus`, and print a line meanwhile. Commands call this
+    before they import PyTorch, so that they take little of the head's memory while they wait."""
     if joining():
         with session() as ray, reserve_workers(ray, 1, {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}), say):
             pass
@@ -76,7 +76,7 @@ class TaskWaiting(Waiting):
     """Checks whether the cluster has room for a task, and prints a line while it has not."""
 
     def __init__(self, ray: Any, most: int, each: Mapping[str, float], say: Say, name: str) -> None:
-        """`each` has a task's resources by the names of `ray.remote`'s arguments; `name` is the map's, see `_begin`."""
+        """`each` has a task's resources by argument of `ray.remote`; `name` is the name of the map, see `_begin`."""
         self.name = name
         super().__init__(ray, 1, most, amounts_of(each), say)
 
@@ -88,7 +88,7 @@ class TaskWaiting(Waiting):
         return joining() and super().look()
 
     def _placed(self) -> bool:
-        """Return whether a machine is large enough for a task and a task has begun: then the others run in turn."""
+        """Return whether a machine is large enough for a task and a task has begun; the others then take turns."""
         return self._fits() and _begun(self.name)
 
 
@@ -115,9 +115,9 @@ def _forget(name: str) -> None:
 
 
 def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
-    """Return the resources of a task with a GPU, and with the CPUs per GPU of the machine that has the fewest.
+    """Return the resources of a task: a GPU, and the CPUs per GPU of the machine that has the fewest CPUs per GPU.
 
-    While a cluster has no GPU, it is asked for `number` of them, and a line is printed. Raises UserError when Ray is
+    A cluster that has no GPU yet is asked for `number` GPUs; a line is printed meanwhile. Raises UserError when Ray is
     local and this machine has no GPU."""
     if joining() and not any(node.get("GPU") for node in machines(ray)):
         with reserve_workers(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
@@ -129,15 +129,15 @@ def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
 
 
 def amounts_of(each: Mapping[str, float]) -> dict[str, float]:
-    """Return amounts of resources under Ray's names such as CPU, given those under arguments such as num_cpus."""
+    """Return resources by Ray's names, such as CPU, given resources by argument of `ray.remote`, such as num_cpus."""
     return {name: float(each[key]) for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")) if key in each}
 
 
 def _as_function(
     function: bytes, packed: Mapping[str, plugins.Sources], cpus: float, name: str
 ) -> Callable[[bytes], Any]:
-    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, as either
-    may come from one, and limits the task to `cpus` CPUs. `name` is the map's key in `_begin`."""
+    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, from which
+    function and task may come, and limits the task to `cpus` CPUs. `name` is the map's key in `_begin`."""
 
     def call(task: bytes) -> Any:
         _begin(name)
@@ -173,9 +173,9 @@ def scanner() -> ScanAll:
 
 
 def scan_on_cluster(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield shards with the rows of their samples, or images with what was read from them, in any order.
+    """Yield each of `things` with what was read from it, in any order: shards with their rows, or images of a folder.
 
-    Each remote one is read by a task on the cluster, local paths in this process, as other machines may not have them.
+    Tasks on the cluster read remote URLs. This process reads local paths, as other machines may not have them.
     """
     for far, some in itertools.groupby(things, key=lambda thing: is_remote(thing.url)):
         scan = functools.partial(ray_map, scan_shard) if far else scan_here

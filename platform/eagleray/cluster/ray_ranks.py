@@ -20,7 +20,7 @@ from eagleray.engine import world
 T = TypeVar("T")
 R = TypeVar("R")
 Note = Callable[[str], None]
-ATTEMPTS = 3  # largest number of starts of all processes, if one of them dies each time
+ATTEMPTS = 3  # most attempts: all processes start again when one of them has died
 TOGETHER = 3.0  # seconds to wait after a rank's failure for the errors of other ranks
 
 
@@ -30,10 +30,10 @@ class Died(RuntimeError):
 
 def ray_ranks(function: Callable[[T, Note], R], task: T, *, workers: int, gpus: bool, note: Note) -> R:
     """Return what `function(task, note)` returns on rank 0 of `workers` processes. They run on the cluster at
-    RAY_ADDRESS or, without it, on a local Ray. Each has CPUs of its own and, with `gpus`, a GPU.
+    RAY_ADDRESS or, without it, on a local Ray. Each process has CPUs of its own and, with `gpus`, a GPU.
 
     Lines that the function passes to its `note` on rank 0 are passed to `note` here. If a process dies, all are started
-    again: the function has to continue from what it has saved. If it fails on one rank, the others are ended.
+    again: the function has to continue from what it has saved. If the function fails on one rank, all others are ended.
 
     Raises the UserError or Outage that the function raises, UserError when `gpus` is true and this machine has none,
     and RuntimeError for any other failure."""
@@ -66,7 +66,7 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
         lines = _queue(ray)
         ends.callback(lines.shutdown, force=True)
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        # Ranks are sorted by machine, so that each finds what an earlier function has stored on its machine.
+        # Sorted by machine, so that rank i of a later call is on the same machine and finds what it cached there.
         bundles = sorted(range(workers), key=lambda bundle: nodes[bundle])
         for rank, bundle in enumerate(bundles):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -81,7 +81,7 @@ def _attempt(ray: Any, work: tuple[Any, Any], workers: int, each: Mapping[str, f
 
 
 def _queue(ray: Any) -> Any:
-    """Return a queue for rank 0's lines. It is on this machine, so that the loss of another one does not end it."""
+    """Return a queue for rank 0's lines. It is on this machine, so that it survives the loss of other machines."""
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -104,7 +104,7 @@ def _show(lines: Any, note: Note) -> None:
 def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
     """Wait until all ranks are done, and call `look` meanwhile.
 
-    If ranks fail, raises the error that is the cause, as some only lose their connection to another rank."""
+    If ranks fail, raises the error that is the cause: when one rank fails, others lose their connection to it."""
     pending, errors, end = list(results), dict[int, Exception](), float("inf")
     while pending and time.monotonic() < end:
         ready, pending = ray.wait(pending, num_returns=1, timeout=0.5)
@@ -120,7 +120,7 @@ def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
 
 
 def _explain(errors: Mapping[int, Exception]) -> Exception:
-    """Return the error to raise, given those of ranks: a UserError or Outage, else a death, else another."""
+    """Return the cause among the `errors` of ranks: a UserError or Outage, else a process's death, else any other."""
     from ray.exceptions import RayTaskError
 
     causes = {rank: getattr(e, "cause", e) if isinstance(e, RayTaskError) else e for rank, e in errors.items()}

@@ -1,7 +1,6 @@
 """Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user.
 
-On a cluster these functions run on the head, for every run at once. Only workers import PyTorch, to save the head's
-memory.
+On a cluster, the head runs these functions for all submitted runs. To save its memory, only workers import PyTorch.
 """
 
 import contextlib
@@ -92,7 +91,7 @@ def fit(
         train_loop_config={
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
-            "tracking": tracking,  # one object, as Ray records plain values, and its address may have a password
+            "tracking": tracking,  # an object, as Ray would record plain values: its address may have a password
             "cpus": cpus,
             "timeout": process_group.limit(recipe.data.patience),
             "command": command,
@@ -107,7 +106,7 @@ def fit(
         run_config=RunConfig(
             name=f"train-{began:.3f}",
             storage_path=str(run_store(recipe.out).view / ".ray"),
-            # Ray always starts again; `RunDir.begin` and `failure.count` decide by what was saved whether to go on.
+            # Ray restarts without limit: `RunDir.begin` and `failure.count` decide by what was saved whether to go on.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[*callbacks, save_before_resize(), controller.callback()],
         ),
@@ -127,7 +126,7 @@ def _summary(result: Any, out: str, command: str) -> Any:
     """Return the summary that rank 0 has returned. Raises the stored failure of the command's run, or Ray's error."""
     raise_failure(out, command)
     if isinstance(result, BaseException):
-        os.write(2, f"{result}\n".encode())  # dozens of lines, such as the memory of each process when Ray killed one
+        os.write(2, f"{result}\n".encode())  # dozens of lines, such as memory per process if Ray killed one
         where = f"see {layout.LOG} and {layout.RAY_LOG} in {out}"
         raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
     return result.return_value
@@ -161,9 +160,9 @@ def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
 
 
 def raise_failure(out: str, command: str) -> None:
-    """Raise the stored error that no restart of a command's run can mend, if there is one.
+    """Raise the stored error with which a command's run has failed for good, if there is one.
 
-    Its traceback is added to the log of a remote run, as that is rank 0's log and another rank may have failed.
+    Its traceback is added to a log that lacks it: a remote run has the log of rank 0, but another rank may have failed.
     """
     failure = failure_of(out, command)
     if failure is None:
@@ -171,14 +170,14 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # ranks write it to a folder
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # a run in a local folder has it already
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
 
 def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[bool, float]:
     """Return whether each worker gets a GPU, as the recipe or the cluster says, and its number of CPUs. Raises
-    UserError when the recipe does not set `gpus`, and there are fewer GPUs than workers or neither GPUs nor CPUs."""
+    UserError when the recipe does not set `gpus`, and `nodes` have some GPUs but too few, or neither GPUs nor CPUs."""
     least, most = recipe.ranks
     gpus = sum(n.get("GPU", 0) for n in nodes)
     if recipe.gpus is None and 0 < gpus < least:

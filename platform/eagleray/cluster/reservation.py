@@ -25,7 +25,7 @@ class Reservation:
         self.ray, self.name = ray, hashlib.sha256(out.encode()).hexdigest()[:32]
 
     def give_name(self, trainer: Any) -> None:
-        """Make a trainer of Ray Train ask under the name of the run."""
+        """Make a trainer of Ray Train request its machines under the name of the run."""
         object.__setattr__(trainer.train_run_context, "run_id", self.name)  # a field that Ray fills at random
 
     def amounts(self) -> Mapping[str, float] | None:
@@ -39,12 +39,12 @@ class Reservation:
 
     def cancel(self) -> None:
         """Cancel the request. Called when the run has ended or stops waiting."""
-        with contextlib.suppress(ValueError, self.ray.exceptions.RayError):  # else it lasts KEPT seconds
+        with contextlib.suppress(ValueError, self.ray.exceptions.RayError):  # if this fails, it lasts KEPT seconds
             self.ray.get(self._coordinator().cancel_request.remote(f"train-{self.name}"), timeout=ANSWER)
 
     def release_dead(self) -> None:
         """Cancel the requests of submitted runs whose drivers have died in the last KEPT seconds. Otherwise this run
-        would wait for their machines until Ray drops the requests. Runs that somebody continues keep theirs."""
+        would wait for their machines until Ray drops the requests. Runs that another job continues are left out."""
         from ray.exceptions import RayError
         from ray.util.state import list_jobs
         from ray.util.state.exception import RayStateApiException

@@ -1,6 +1,6 @@
 """Connect to Ray for the length of a command: to the cluster at RAY_ADDRESS or, without it, to a local Ray.
 
-Other users of this machine cannot connect to a local Ray, where they could run code as this user.
+Whoever connects to a local Ray can run code as this user, so other users of this machine are kept out.
 """
 
 import functools
@@ -48,7 +48,7 @@ def session(*, cpus: int | None = None) -> Iterator[Any]:
     before = signal.getsignal(signal.SIGTERM)
     _connect(ray, {} if joining() else own)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # ray.init replaces the handler with which a run saves first
+        signal.signal(signal.SIGTERM, before)  # ray.init replaces the handler that lets a run save first
     try:
         yield ray
     finally:
@@ -67,8 +67,8 @@ def machines(ray: Any) -> list[Mapping[str, float]]:
 
 @contextmanager
 def divert_stderr(path: Path) -> Iterator[None]:
-    """A context in which the output of Ray's libraries, such as dozens of lines after a node was lost, is appended to a
-    file. They write to the process's standard error. What Python code writes to sys.stderr is printed as before."""
+    """A context in which the output of Ray's native libraries, such as dozens of lines after a node was lost, is
+    appended to a file. It goes to file descriptor 2. What Python code writes to sys.stderr is printed as before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     before, kept = sys.stderr, os.dup(2)
@@ -103,27 +103,27 @@ def _connect(ray: Any, options: dict[str, Any]) -> None:
 def _servers_apart() -> AbstractContextManager[None]:
     """A context in which Ray starts its servers in process groups of their own.
 
-    `timeout` and others send SIGTERM to a command's whole process group. The run then saves, for which it needs Ray.
+    Programs such as `timeout` send SIGTERM to a command's whole process group. The run then saves, which needs Ray.
     """
     services: Any = importlib.import_module("ray._private.services")
     return replaced(services, "ConsolePopen", functools.partial(services.ConsolePopen, process_group=0))
 
 
 def session_dir() -> Path:
-    """Return a folder for Ray's sessions, within one that only this user can enter: Ray lets everybody enter its own.
+    """Return a folder for Ray's sessions inside a folder that only this user can enter, unlike the default of Ray.
 
     Its path is short, as paths of sockets have at most 107 characters."""
     base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     path = base / f"ray-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_ours(path, stat.S_ISDIR):  # another user owns a file of this name
+    if not _is_ours(path, stat.S_ISDIR):  # it is a file, or belongs to another user
         path = Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     path.chmod(0o700)
     return path / "ray"
 
 
 def protect_token() -> None:
-    """Create Ray's token file, or close an existing one to other users. Does nothing if a variable sets the token."""
+    """Create Ray's token file, or make an existing one private. Does nothing if a variable sets the token."""
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
     path = Path.home() / ".ray" / "auth_token"

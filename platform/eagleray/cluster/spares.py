@@ -1,8 +1,8 @@
 """Keep a spare process that has imported everything, and fork the training processes from it.
 
-Imports are most of the seconds that a new process takes, and a forked one needs none. The spare process has neither
-Python threads nor a device in use, which would not survive a fork; its worker has many threads. It also starts a fork
-server, a fork of itself, from which training processes let their loader processes be forked.
+Imports are most of the seconds that a new process takes to start; a forked process needs none. Threads and devices in
+use do not survive a fork: the spare process has neither, while its worker has many threads. The spare process also
+starts a fork server, a fork of itself, which forks the data loading processes of the training processes.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ HANGING = 45.0  # seconds without a heartbeat after which a forked process count
 PATIENCE = 10.0  # seconds to wait for the spare process to end before it is killed
 IMPORT = 600.0  # timeout in seconds of the first fork, which waits for imports, perhaps from a slow network disk
 ANSWER = 30.0  # timeout in seconds of later forks
-ALIVE, ENDED = "alive", "ended"  # a forked process's heartbeat, and the word for its end
+ALIVE, ENDED = "alive", "ended"  # words for the heartbeat of a forked process and for its end
 NAME = "eagleray-rank"  # `ps` and `top` show forked ranks under this name
-Said = tuple[Any, ...]  # a word and its values
+Said = tuple[Any, ...]  # a message: a word and its values
 
 
 class WorkerLine:
-    """A forked process's end of the pipe between it and its worker.
+    """The forked process's end of the pipe to its worker.
 
-    A thread sends a heartbeat every BEAT seconds. If the worker has ended, it kills this process and its children."""
+    A thread sends a heartbeat every BEAT seconds, and kills this process and its children when the worker has ended."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self.connection, self.lock, self.words = connection, threading.Lock(), set[str]()
@@ -50,7 +50,7 @@ class WorkerLine:
             self.connection.send((word, *values))
 
     def told(self, word: str) -> bool:
-        """Return whether the worker has sent a word."""
+        """Return whether the worker has sent this word."""
         return word in self.words
 
     def wait_for(self, word: str) -> None:
@@ -72,7 +72,7 @@ class WorkerLine:
 
 
 class Spare:
-    """The worker's handle of its spare process, and of the one process at a time that is forked from it."""
+    """The worker's handle for its spare process, and for the forked process, of which there is one at a time."""
 
     def __init__(self, target: str) -> None:
         """`target`, as `module:function`, names the function that forked processes call. Its arguments are the
@@ -110,13 +110,13 @@ class Spare:
         _kill(self.forked)
 
     def give_up(self, seconds: float) -> NoReturn:
-        """Kill the spare process, silent for `seconds`. Raises RuntimeError, so that Ray replaces the worker."""
+        """Kill the spare process, silent for `seconds`, and raise RuntimeError, so that Ray replaces the worker."""
         self.process.kill()
         raise RuntimeError(f"the process that training is forked from gave no answer for {seconds:.0f} s")
 
     def hear(self, seconds: float) -> list[Said]:
-        """Return the words that the forked process has sent, after waiting for at most `seconds`. When it has ended,
-        the last is ("ended", status), with status -N after signal N."""
+        """Return the messages that the forked process has sent, after waiting for at most `seconds`. When it has ended,
+        the last message is ("ended", status), with status -N after signal N."""
         ends = [self.connection, self.line] if self.line else [self.connection]
         with self._alive():
             if self.connection not in wait(ends, seconds):

@@ -1,7 +1,7 @@
 """Supervise the process that trains one rank, and restart the processes of all ranks when one dies, fails or hangs.
 
-Each worker of Ray Train supervises one training process. The workers agree through a key-value store of rank 0's
-worker. For each attempt it has the reason of its end, and the numbers of processes that are done and that have gone.
+Each worker of Ray Train supervises one training process. The workers agree through a key-value store in rank 0's
+worker. For each attempt it holds why the attempt ended, and how many processes are done and how many have ended.
 """
 
 import itertools
@@ -32,7 +32,7 @@ BRIEF = 20.0  # seconds: shorter attempts in a row lead to longer pauses
 PAUSE = 10.0  # longest pause in seconds before the next attempt
 NEVER = float("inf")
 
-# The last word of a training process is one of the first line. It may send SHOW and FAIL before; the others go to it.
+# A training process ends with a word of the first line. Before, it may send SHOW and FAIL; its worker sends the others.
 DONE, PREEMPTED, SUPERSEDED, FAILED = "done", "preempted", "superseded", "failed"
 WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
@@ -46,7 +46,7 @@ class Ending(NamedTuple):
 
 
 class Supervisor:
-    """Makes attempts to train a rank until one ends the run."""
+    """Repeats attempts to train a rank until an attempt ends the run."""
 
     def __init__(self, spare: Spare, store: td.Store, rank: int, size: int, worker: "RayWorker") -> None:
         self.spare, self.store, self.rank, self.size, self.worker = spare, store, rank, size, worker
@@ -87,8 +87,8 @@ class Supervisor:
             self.store.set(FAIL, str(self.rank))
 
     def _meet(self, attempt: int, where: str) -> None:
-        """Wait until all ranks have got here. `where` is "gone", when all processes have ended and all reasons are
-        stored, or "counted", when an error has been counted."""
+        """Wait until all ranks have reached a point of the attempt, `where`: "gone", when all processes have ended and
+        all reasons are stored, or "counted", when an error has been counted."""
         self.store.add(f"{attempt}/{where}", 1)
         while self.store.add(f"{attempt}/{where}", 0) < self.size:
             time.sleep(LOOK / 4)
@@ -102,7 +102,7 @@ def pause(brief: int) -> float:
 class Following:
     """One attempt of one rank, from the fork of its process to the end of that process.
 
-    In the store a rank either counts as done or writes why the attempt is over, so that all ranks agree."""
+    In the key-value store, a rank counts itself as done or writes why the attempt is over, so that all ranks agree."""
 
     def __init__(self, supervisor: Supervisor, attempt: int) -> None:
         self.spare, self.store, self.worker = supervisor.spare, supervisor.store, supervisor.worker
@@ -172,7 +172,7 @@ class Following:
         """Return how the process ended. If it was not told to end, tell the other ranks that the attempt is over."""
         if self.last and self.last.word != FAILED:
             return self.last
-        if self.kill_at == NEVER:  # the cause when other ranks report lost connections
+        if self.kill_at == NEVER:  # replaces other ranks' reasons: they only lost connections to it
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
             self.store.set(self._key("over"), f"the process of rank {self.rank} was ended {how}")
         return self.last or Ending(FAILED)
@@ -188,7 +188,7 @@ class Following:
             self.spare.tell(WARNED)
 
     def _let_go(self) -> None:
-        """Let the process end by itself."""
+        """Let the process end by itself within LEAVE seconds."""
         if self.kill_at == NEVER:
             self.spare.tell(GO)
             self.kill_at = time.monotonic() + LEAVE
@@ -206,7 +206,7 @@ class Following:
 
 
 class RayWorker:
-    """A worker of Ray Train, as its supervisor uses it."""
+    """What a supervisor uses of its worker of Ray Train: warnings, metrics, and records of failures."""
 
     def __init__(self, out: str, command: str, method: str, user: str) -> None:
         self.out, self.command, self.method, self.user = out, command, method, user
@@ -225,11 +225,11 @@ class RayWorker:
         self.gauges.update(record)
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Store why no new attempt can mend the run."""
+        """Store why the run has failed for good."""
         fail(self.out, self.command, failure)
 
     def count(self, failure: dict[str, Any]) -> bool:
-        """Count an error that has ended an attempt. Returns whether it came too often, and then stores the failure."""
+        """Count an error that has ended an attempt. After TIMES such errors, store the failure and return True."""
         try:
             times = count(self.out, self.command)
         except (UserError, Outage, OSError) as e:
@@ -243,14 +243,14 @@ class RayWorker:
 
 def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:
     """Return the number of CPUs for the processes of a worker with a GPU: its share of the machine `node`, or `least`
-    if that is more. `least` is what it asked Ray for, perhaps before any machine with GPUs was up."""
+    if that is more. `least` is what the worker asked for, perhaps before any machine with GPUs was up."""
     return max(least, int(node.get("CPU", 0) / max(node.get("GPU", 1), 1)))
 
 
 def supervise(given: dict[str, Any]) -> Any:
     """Train one rank. This function runs in every worker of Ray Train; when it raises, Ray restarts all workers.
 
-    `fail` stores an error that no restart can mend, where new workers and the command find it."""
+    `fail` stores an error after which no restart can help, where new workers and the command find it."""
     import ray
     from ray.train.torch import get_device
 
@@ -271,6 +271,6 @@ def supervise(given: dict[str, Any]) -> Any:
         return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(device), "cpus": cpus})
     except Preempted:
         note_saved()
-        raise  # Ray's next workers run on other machines, or there are more or fewer
+        raise  # Ray then starts workers on other machines, or another number of workers
     finally:
         spare.close()

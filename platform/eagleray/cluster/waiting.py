@@ -9,8 +9,8 @@ from eagleray.cluster.session import machines
 
 LOOK = 5.0  # seconds between two checks
 SOON = 15.0  # seconds in which workers start if there is room
-AGAIN = 300.0  # seconds after which the line is printed again
-START = "waiting for "  # beginning of the line, by which `eagleray jobs` recognises it
+AGAIN = 300.0  # seconds after which the line on what a run waits for is printed again
+START = "waiting for "  # beginning of that line, by which `eagleray jobs` recognises it
 OTHERS = ", but Ray keeps them for runs that asked before"
 Say = Callable[[str], None]
 
@@ -39,8 +39,8 @@ class Waiting:
         self.line = ""
 
     def look(self) -> bool:
-        """Print the line when it is due, and another one when the workers have their resources. Returns whether this
-        check has found the run waiting."""
+        """Print what the run waits for when that line is due, and another line when the workers have their resources.
+        Returns True if this check has found that the run waits and a line has said so."""
         now = time.monotonic()
         if now - self.looked < LOOK:
             return False
@@ -101,8 +101,8 @@ class Waiting:
         )
 
     def asks(self) -> bool:
-        """Return whether Ray has a pending placement group that could be this run's. Such a request would outlive a
-        killed controller. If it is left, its workers start later, see that the run is stopped, and end."""
+        """Return whether Ray has a pending placement group that could be this run's. Then the controller must not be
+        killed, as the request would outlive it: the workers start later, see that the run is stopped, and end."""
         groups = self._groups().items()
         return any(g["state"] == "PENDING" and self._ours(g) for name, g in groups if name not in self.before)
 

@@ -1,5 +1,5 @@
 """The card of an export: what the network is, how images are prepared, what was measured and how, and where the data
-and the weights come from. Text for README.md, as the Hugging Face Hub shows it."""
+and the weights come from. The card is the export's README.md, which the Hugging Face Hub shows."""
 
 import contextlib
 import importlib.metadata
@@ -19,7 +19,7 @@ from eagleray.runs.provenance import Provenance, statements
 from eagleray.runs.summary import EXPORTED, read_summary
 from eagleray.views.preprocessing import Preprocessing
 
-LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the names of the Hub; others are the target's
+LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # names that the Hub uses for targets, where they differ
 
 
 def card(source: Source, to: str, program: str, difference: Difference, facts: Provenance) -> str:
@@ -45,7 +45,7 @@ def card(source: Source, to: str, program: str, difference: Difference, facts: P
 
 
 def colours(images: Preprocessing) -> str:
-    """Return how the values of image files become pixels from 0 to 1, as the beginning of a sentence."""
+    """Return the beginning of a sentence on how the values of image files become pixels from 0 to 1."""
     if not images.channels:
         return "Colours are scaled to 0 to 1, then"
     mean, std = ([getattr(channel, name) for channel in images.channels] for name in ("mean", "std"))
@@ -57,7 +57,7 @@ def colours(images: Preprocessing) -> str:
 
 
 def origin(source: Source) -> Iterator[str]:
-    """Yield lines about the run that the weights are of."""
+    """Yield lines about the run that trained the weights."""
     backbone = {k: v for k, v in config.to_plain(source.network).items() if k != "weights"}
     yield f"backbone: {json.dumps(backbone)}"
     yield f"encoder: {source.what or 'the one that the method exports'}"
@@ -71,14 +71,14 @@ def origin(source: Source) -> Iterator[str]:
 
 
 def final(source: Source) -> dict[str, Any]:
-    """Return the summary of the run if its numbers are those of the exported weights, else nothing: a run that goes
-    on with a larger max_steps keeps the summary of its first end until the next one."""
+    """Return the run's summary if its scores are those of the exported weights, else {}. A run that is continued with a
+    larger max_steps keeps the summary of its first end until it ends again."""
     summary = read_summary(source.folder) if source.evaluated else {}
     return summary if summary.get(EXPORTED, summary.get("steps", -1)) == source.steps else {}
 
 
 def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:
-    """Yield number, value, value without training and protocol of what was measured of the exported weights."""
+    """Yield the name, value, value without training and protocol of each score of the exported weights."""
     e, summary = source.recipe.evaluate, final(source)
     crop = f"centre crop of {e.size} from {e.resize} pixels"
     limit = f", {e.limit} training images" if e.limit else ""
@@ -100,6 +100,6 @@ def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:
 
 
 def table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of numbers."""
+    """Yield the lines of a Markdown table of scores."""
     for line in (("Number", "Value", "Untrained", "Protocol"), ("---", "---:", "---:", "---"), *rows):
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |"

@@ -25,8 +25,7 @@ from eagleray.exports.source import Source
 from eagleray.views.photometric import normalise
 from eagleray.views.preprocessing import Preprocessing
 
-# Photographs in packages that Eagleray depends on, and crops of them: left, top, right and bottom as shares of the
-# sides.
+# Photographs in packages that Eagleray depends on, and crops of them: left, top, right, bottom as shares of the sides.
 PHOTOGRAPHS = (
     ("sklearn", "datasets/images/china.jpg"),
     ("sklearn", "datasets/images/flower.jpg"),
@@ -102,7 +101,7 @@ def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
 
 
 def values_of(rgb: NDArray[np.uint8], channels: Sequence[Channel]) -> NDArray[np.float32]:
-    """Return values (H, W, N) of N channels, made of the RGB values of a photograph (H, W, 3)."""
+    """Return a photograph `rgb` (H, W, 3) as values (H, W, N) in the value ranges of N `channels`."""
     mean, std = (np.array([getattr(c, name) for c in channels]) for name in ("mean", "std"))
     grey = rgb[..., np.arange(len(channels)) % RGB] / 255
     return (mean + std * (grey - 0.5) / 0.25).astype(np.float32)
@@ -155,8 +154,8 @@ def difference(
     pixels: NDArray[np.float32],
     features: Sequence[NDArray[np.float32]],
 ) -> Difference:
-    """Return how far features and pixels of an export are from those of the backbone, for decoded photographs (N, H, W)
-    and noise. Raises UserError when features differ by more than TOLERANCE or pixels by more than GREY."""
+    """Compare `features` and `pixels` of an export with its backbone's, for decoded `photographs` (N, H, W) of N
+    channels and for noise. Raises UserError when features differ by more than TOLERANCE or pixels by more than GREY."""
     images = torch.stack([source.preprocessing(photo) for photo in photographs])
     if pixels.shape != tuple(images.shape):
         raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
@@ -176,7 +175,7 @@ def difference(
 
 
 def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
-    """Prepare a photograph (3, H, W) as evaluations do, but round a crop's corner down if it is at half a pixel."""
+    """Prepare a photograph (N, H, W) as evaluations do, but round a crop's corner down if it is at half a pixel."""
     resized = F.resize(photo, [settings.resize], InterpolationMode.BICUBIC, antialias=True)
     top, left = ((side - settings.size) // 2 for side in resized.shape[1:])
     crop = resized[:, top : top + settings.size, left : left + settings.size]
@@ -184,7 +183,7 @@ def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
 
 
 def relative(theirs: NDArray[np.float32], ours: torch.Tensor) -> float:
-    """Return the largest difference of features (B, D) relative to the largest of ours; infinity for other shapes."""
+    """Return the largest difference of features (B, D) relative to the largest of `ours`; infinity if shapes differ."""
     if theirs.shape != tuple(ours.shape):
         return float("inf")
     return float((torch.from_numpy(theirs) - ours).abs().max() / ours.abs().max())

@@ -1,4 +1,4 @@
-"""The names of the libraries that load exports, and a check of them without importing PyTorch."""
+"""The names of the libraries that load exports, and a check that one is known and installed, without importing it."""
 
 import importlib.util
 

@@ -27,7 +27,7 @@ def make_resizable(model: Any, position: str) -> None:
 
 
 def _embed(self: Any, x: Tensor) -> Tensor:
-    """Add positions to patches (B, h, w, D), and return tokens (B, P + h * w, D) with P prefix tokens first."""
+    """Add positions to patches `x` (B, h, w, D), and return tokens (B, P + h * w, D) with P prefix tokens first."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     rows = 0 if self.no_embed_class else self.num_prefix_tokens
     h0, w0 = self.patch_embed.grid_size
@@ -40,7 +40,8 @@ def _embed(self: Any, x: Tensor) -> Tensor:
 
 
 def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens (B, P + h * w, D) of patches (B, h, w, D), and their rotary embedding (h * w, 2 C)."""
+    """Return tokens (B, P + h * w, D) of patches `x` (B, h, w, D), P prefix tokens first, and the sines and cosines (h
+    * w, 2 C) of the patches' rotary positions, for C channels of a head."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     whole = torch.zeros(1, 2)
     turns = turned(self.rope.periods, (x.shape[1], x.shape[2]), whole, whole + 1)
@@ -48,7 +49,7 @@ def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return the matrices (new, old) of both sides for bicubic interpolation with antialiasing."""
+    """Return two matrices (new, old), which resample rows and columns of a grid as timm does: bicubic, antialiased."""
     matrices = []
     for n, o in zip(new, old, strict=True):
         at = torch.arange(n, dtype=torch.float32)
@@ -60,8 +61,8 @@ def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
 
 
 def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return the matrices (new, old) of both sides, bicubic without antialiasing, with 0.1 added to new sizes; see
-    `resample`."""
+    """Return two matrices (new, old), which resample rows and columns of a grid as DINO does: bicubic without
+    antialiasing, with 0.1 added to new sizes; see `models.variants.resample`."""
     ats = [torch.arange(n, dtype=torch.float32) for n in new]
     same = torch.stack([at[-1] + 1 == o for at, o in zip(ats, old, strict=True)]).all()
     matrices = []
@@ -75,7 +76,7 @@ def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
 
 
 def cubic(x: Tensor, a: float) -> Tensor:
-    """Return Keys' cubic kernel with parameter `a` at the distances x."""
+    """Return the values of Keys' cubic kernel with parameter `a` at the distances `x`."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

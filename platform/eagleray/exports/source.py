@@ -34,12 +34,12 @@ class Source:
     step: int | None  # step of the checkpoint in the path; None: the newest checkpoint
     what: str | None  # name of the method's encoder to export; None: the method's choice
     evaluated: bool  # whether the run evaluates this backbone
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # tensors outside of the backbones, by common names
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # tensors outside backbones, by names all methods share
     role: str = ""  # student or teacher, if the backbone belongs to one of them
     steps: int | None = None  # training steps of the weights; None: unknown
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the pooled vectors (B, D) of images (B, 3, H, W)."""
+        """Return the pooled vectors (B, D) of images (B, N, H, W) with N channels."""
         with torch.inference_mode():
             return self.backbone.pooled(images)
 
@@ -48,13 +48,13 @@ class Program(NamedTuple):
     """The Python code that loads an export, prepares images and embeds them."""
 
     text: str
-    probes: Sequence[tuple[int, int, int]] = ()  # shapes (B, H, W) of noise images on which it is compared too
+    probes: Sequence[tuple[int, int, int]] = ()  # shapes (B, H, W) of noise on which the export is compared too
     step: int | None = None  # image sizes may differ from the export's own by multiples of this many pixels
 
 
 def load_source(path: str, what: str | None = None) -> Source:
     """Restore the backbone of a run or a checkpoint. `what` names an encoder of its method, such as `student`. Raises
-    UserError when there is none or it cannot be restored."""
+    UserError when there is no such encoder, or the backbone cannot be restored."""
     state, folder = read_state(path)
     recipe, method, _ = restored(path, state, folder)
     trained = method.export() if what is None else encoder(method, what, recipe).backbone

@@ -1,5 +1,5 @@
 """Exports for `timm.create_model("local-dir:FOLDER", pretrained=True)` or, if timm cannot build the network, for
-eagleray. The form for the Hub can be uploaded as it is."""
+eagleray. An export for `timm-hub` can be uploaded to the Hugging Face Hub as it is."""
 
 import json
 from pathlib import Path

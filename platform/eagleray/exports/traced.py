@@ -126,7 +126,7 @@ def trace(source: Source) -> Traced:
 
 
 def stride(backbone: Backbone) -> int:
-    """Return by how many pixels an image side must grow for one more patch in the last grid."""
+    """Return how many pixels longer an image side must be for one more cell of the last feature grid."""
     patch = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", None)
     return int(patch[0]) if patch and hasattr(backbone.model, "num_prefix_tokens") else 32
 
@@ -168,7 +168,7 @@ def write_settings(source: Source, folder: Path) -> None:
 
 
 def probes(source: Source, traced: Traced) -> list[tuple[int, int, int]]:
-    """Return the shapes (B, H, W) of noise images on which a program is compared."""
+    """Return the shapes (B, H, W) of noise images on which an export and its backbone are compared."""
     size = source.preprocessing.size
     if not traced.step:
         return [(1, size, size), (3, size, size)]
@@ -177,7 +177,7 @@ def probes(source: Source, traced: Traced) -> list[tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context without the tracer's messages, which are meant for its developers."""
+    """A context without the messages of PyTorch's tracer, which are meant for its developers."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -59,8 +59,7 @@ def fields(path: Path, facts: Provenance) -> Iterator[str]:
 
 
 def files(folder: Path, facts: Provenance) -> Iterator[str]:
-    """Yield a line for each file that is missing, changed or added, without hidden ones and folders of other
-    exports."""
+    """Yield a line for each missing, changed or added file, except hidden files and folders of other exports."""
     there = {p.name: p for p in sorted(folder.iterdir()) if not p.name.startswith(".") and not (p / NAME).exists()}
     yield from (f"{name}: is missing" for name in facts.files if name not in there)
     for name, path in there.items():

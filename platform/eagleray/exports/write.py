@@ -1,5 +1,5 @@
-"""Write an export into a folder: its files, checked in a new process, and its card. It is kept only if it is
-complete."""
+"""Write an export into a folder: its files, checked in a new process, and its card. The folder changes only if all of
+them could be written and checked."""
 
 import json
 import os
@@ -56,9 +56,9 @@ class Written(NamedTuple):
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, licence: str = "") -> Written:
-    """Write an export into a folder, after a new process has loaded it. It replaces an earlier one for the same
-    library. Raises UserError, and leaves the folder unchanged, when the export fails or other files are in its
-    place."""
+    """Write an export into a folder, after a new process has loaded it. It replaces an earlier export for the same
+    library. Raises UserError, and leaves the folder unchanged, when the export fails or the folder has other files of
+    the same names."""
     target = TARGETS[to]
     if source.preprocessing.channels and to != "timm":
         raise UserError(
@@ -83,7 +83,7 @@ def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, li
 
 
 def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
-    """Return the facts about the backbone of a source. `licence` is that of the published weights."""
+    """Return the facts about the backbone of a source. `licence` is the licence of the published weights."""
     features, parameters = source.backbone.dim, sum(p.numel() for p in source.backbone.parameters())
     how = source.recipe, source.out, source.folder, source.network
     facts = facts_of(*how, features=features, parameters=parameters, steps=source.steps)
@@ -92,7 +92,7 @@ def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
 
 def write_heads(source: Source, folder: Path) -> None:
     """Write the tensors of a method outside of its backbones, such as heads, centres and queues, under the names that
-    all methods share, so that another run can start from them. Raises UserError when there are none."""
+    all methods share, so that another run can start from them. Raises UserError when there are no such tensors."""
     if not source.parts:
         raise UserError(f"--heads: {source.recipe.method.name} has nothing beside its backbone")
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in source.parts.items()}

@@ -1,4 +1,4 @@
-"""Shows which samples are read and which are left out, in numbers and with images drawn at random."""
+"""A section of a page on which samples are read and which are left out, in numbers and with images drawn at random."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ class Choice:
 
     digest: str  # digest of the samples' weights
     tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, columns and rows
-    sheets: list[tuple[str, str]]  # a name and a data: URI
+    sheets: list[tuple[str, str]]  # contact sheets of images: a name and a data: URI
     text: list[str]
 
     def __post_init__(self) -> None:
@@ -21,6 +21,6 @@ class Choice:
                 raise ValueError(f"tables: {caption!r}: expected columns, and as many cells in each row")
 
     def section(self, title: str) -> Section:
-        """Return a section of a page."""
+        """Return the choice as a section of a page, with its tables, contact sheets and text."""
         pictures = [Picture(source, f"{name} images", f"{name}, at random") for name, source in self.sheets]
         return Section(title, [*(Table(*table) for table in self.tables), Pictures(pictures)], self.text)

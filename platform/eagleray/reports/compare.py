@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over each other, what each took, and how results and recipes differ."""
+"""Several runs on one page: their curves in shared plots, what each cost, and how results and recipes differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from eagleray.reports.read import Run, names
 from eagleray.reports.sections import all_scores, data_text, figures, latest_results, model_text
 from eagleray.runs import metrics
 
-# Numbers of the throughput protocol over which accuracies are drawn, and the labels of their axes.
+# Results of the throughput protocol over which accuracies are drawn, with the labels of the x axes.
 AXES = {
     "throughput/images_per_s": "images/s of a forward pass",
     "throughput/params_m": "million parameters",
@@ -104,7 +104,7 @@ def flattened(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(value: Any) -> Any:
-    """Replace every list of mappings with a mapping from positions to items."""
+    """Return a value in which each list of mappings is replaced by a mapping from index to item."""
     if isinstance(value, Mapping):
         return {k: _counted(v) for k, v in value.items()}
     if isinstance(value, list) and any(isinstance(v, Mapping) for v in value):
@@ -131,8 +131,8 @@ def hours(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Picture]:
-    """Yield a picture for every top-1 accuracy and every axis that two or more runs have, and write each as a PNG into
-    the folder (EsViT, figure 1; MoCo v3, figures 7 and 8)."""
+    """Yield a picture for every top-1 accuracy and every axis of AXES that two or more runs have, and write each as a
+    PNG into the folder (EsViT, figure 1; MoCo v3, figures 7 and 8)."""
     costs = {name: cost for name, run in runs.items() if (cost := throughput_of(run))}
     alike = len({format_settings(at) for at in map(conditions, costs.values())}) == 1
     for heading, key, scores in accuracies(runs):
@@ -151,18 +151,18 @@ def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Pictur
 
 
 def throughput_of(run: Run) -> Result | None:
-    """Return the latest result of the throughput protocol of a run, or None."""
+    """Return a run's latest result of the throughput protocol, or None."""
     return next((r for r in reversed(latest_results(run)) if r.protocol == "throughput"), None)
 
 
 def conditions(result: Result) -> Mapping[str, object]:
-    """Return the settings on which a measured speed depends."""
+    """Return the settings of a result on which its measured speed depends."""
     return {key: result.settings.get(key) for key in MEASURED}
 
 
 def accuracies(runs: Mapping[str, Run]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield how an accuracy was measured, its key, and its values by run.
-    Values that were measured differently are yielded separately, as they cannot be compared."""
+    """Yield how an accuracy was measured, its key, and its values by run. Values of a key that were measured in
+    different ways are yielded separately, as they cannot be compared."""
     found: dict[tuple[tuple[str, str], str], tuple[str, str, dict[str, float]]] = {}
     for name, run in runs.items():
         for scores in all_scores(run):

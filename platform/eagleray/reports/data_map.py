@@ -1,5 +1,5 @@
-"""A page on a data set: a map of its features, its clusters and near copies, the ends of its columns, and what an
-expression would keep and leave out."""
+"""A page on a data set: a map of its features, its clusters and near copies, the images with the extreme values of each
+column, and what an expression would keep and leave out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, prin
 from eagleray.reports.draw_choice import choice_of, images_of
 from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
 
-PARTS = 12  # parts of a table that are read, spread over all
-POINTS, ON_MAP = 3000, 150  # points of the map, and how many of them are images
-ENDS, EACH, PAIRS = 8, 8, 12  # images at the ends of a column, of a cluster, pairs of copies
-CLUSTERS = 12  # the largest and the smallest clusters that are shown
+PARTS = 12  # number of parts of the tables that are read, evenly spread
+POINTS, ON_MAP = 3000, 150  # number of points on the map, and of those drawn as images
+ENDS, EACH, PAIRS = 8, 8, 12  # number of images at each end of a column, of images of a cluster, of pairs
+CLUSTERS = 12  # number of largest and of smallest clusters that are shown
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set with what has been computed of its samples, of which some parts are looked at."""
+    """A data set with its measured columns and features. The page is made from a subset of its samples."""
 
     url: str
     index: Index
@@ -38,14 +38,14 @@ class Data:
 
     @cached_property
     def samples(self) -> NDArray[np.int64]:
-        """The samples that are looked at, those of whole parts."""
+        """Return the indices of the samples in the subset: all samples of up to PARTS parts of the tables."""
         size = sample_table.ROWS
         parts = np.unique(np.linspace(0, (len(self.index) - 1) // size, PARTS).round().astype(np.int64))
         return np.concatenate([np.arange(p * size, min((p + 1) * size, len(self.index))) for p in parts])
 
     @cached_property
     def table(self) -> pa.Table:
-        """The columns of those samples."""
+        """Return the measured columns of the samples in the subset."""
         parts = np.unique(self.samples // sample_table.ROWS).tolist()
         found: dict[str, Any] = {}
         for table in self.columns:
@@ -54,17 +54,17 @@ class Data:
         return pa.table(found)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return a column of numbers for the samples that are looked at, nan where a sample has none."""
+        """Return a numeric column for the samples in the subset, with NaN where a sample has no value."""
         return self.table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
 
     def sheet(self, samples: NDArray[np.int64], alt: str, caption: str, columns: int = 4) -> Picture | None:
-        """Return a picture of the images of samples, None where none decodes."""
+        """Return a contact sheet of the images of samples, or None if no image can be decoded."""
         images = [image for _, image in images_of(self.index, samples)]
         return Picture(images_uri(images, columns), alt, caption) if images else None
 
 
 def group(pictures: Iterable[Picture | None]) -> Pictures:
-    """Return a group of those pictures that there are."""
+    """Return a group of the pictures that are not None."""
     return Pictures([picture for picture in pictures if picture])
 
 
@@ -78,8 +78,9 @@ def data_map(
     columns: str,
     first: Sequence[Section] = (),
 ) -> None:
-    """Write the page, which begins with the sections `first`. Without `features` an embedding beside the shards is
-    used, if there is one. Raises UserError for a wrong expression, and when the page cannot be written."""
+    """Write the page to `out`, with the sections `first` at its beginning. `where` is an expression to preview,
+    `columns` a file of columns for it. Without `features` an embedding beside the shards is used, if there is one.
+    Raises UserError for a wrong expression, and when the page cannot be written."""
     files.check_local("--out", out)
     tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
     data = Data(url, index, tables, features or beside(index, {}))
@@ -97,7 +98,7 @@ def data_map(
 
 
 def lead(data: Data) -> list[str]:
-    """Return what the page is made from, and which commands would add to it."""
+    """Return the page's first lines: how many images it is made from, and which commands would add to it."""
     some, images = len(data.samples), len(data.index)
     looked = f"{some:,} of {images:,} images are looked at." if some < images else ""
     missing = {
@@ -110,7 +111,7 @@ def lead(data: Data) -> list[str]:
 
 
 def tiles(data: Data) -> list[Tile]:
-    """Return what the columns say in a number each."""
+    """Return the large numbers at the top of the page that come from columns: clusters and near copies."""
     found = []
     if "cluster" in data.table.column_names:
         found.append(Tile("clusters", int(np.nanmax(data.column("cluster"), initial=-1)) + 1))
@@ -120,7 +121,7 @@ def tiles(data: Data) -> list[Tile]:
 
 
 def preview(data: Data, where: str, columns: str) -> Section | None:
-    """Return what an expression keeps and what it leaves out, None without an expression. Raises UserError."""
+    """Return a section on what `where` keeps and leaves out, or None without it. Raises UserError if it is wrong."""
     if not where:
         return None
     of_shards = zip(*samples_where(data.index, data.url, where, columns), strict=True)
@@ -130,7 +131,7 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
 
 
 def on_map(data: Data) -> Section | None:
-    """Return the map of features, None without features."""
+    """Return a section with a map of the features, or None without features."""
     if data.features is None:
         return None
     draw = np.random.default_rng(0)
@@ -153,7 +154,7 @@ def on_map(data: Data) -> Section | None:
 
 
 def clusters(data: Data) -> Section | None:
-    """Return sheets of the largest and the smallest clusters, None without clusters."""
+    """Return a section with contact sheets of the largest and the smallest clusters, or None without clusters."""
     if "cluster" not in data.table.column_names:
         return None
     of, size, near = (data.column(name) for name in ("cluster", "cluster_size", "centre_similarity"))
@@ -178,7 +179,7 @@ def clusters(data: Data) -> Section | None:
 
 
 def copies(data: Data) -> Section | None:
-    """Return pairs of an image and its near copy, None without copies."""
+    """Return a section with pairs of an image and its near copy, or None without near copies."""
     if "duplicate_of" not in data.table.column_names:
         return None
     original, similar = data.table["duplicate_of"], data.column("similarity")
@@ -197,14 +198,14 @@ def copies(data: Data) -> Section | None:
 
 
 def sample_of(index: Index, name: str) -> int:
-    """Return the number of the sample that a column duplicate_of names."""
+    """Return the index of the sample that a value of the column duplicate_of, SHARD/KEY, names."""
     tar, _, key = name.partition("/")
     shard = [blob.url.rpartition("/")[2] for blob in index.shards].index(tar)
     return int(index.first[shard]) + index.column(shard, ["key"])["key"].to_pylist().index(key)
 
 
 def ends(data: Data) -> Section | None:
-    """Return the distribution of every column of numbers, with the images at both of its ends."""
+    """Return a section with a histogram of every numeric column and the images with its lowest and highest values."""
     pictures: list[Picture | None] = []
     for name in data.table.column_names:
         kind = data.table[name].type

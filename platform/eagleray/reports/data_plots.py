@@ -1,4 +1,4 @@
-"""Draw the pictures of a page on a data set: a map of features with images on it, distributions, sheets of images."""
+"""Draw the pictures of a page on a data set: a map of features with images on it, histograms, contact sheets."""
 
 import io
 from collections.abc import Sequence
@@ -14,27 +14,28 @@ from eagleray.reports.page import uri
 
 Pixels = NDArray[np.uint8]  # (H, W, 3)
 Floats = NDArray[np.floating[Any]]
-SIZE = (9.6, 7.2)  # inches of the map
-SMALL = (4.6, 1.5)  # inches of a distribution's picture
+SIZE = (9.6, 7.2)  # width and height of the map in inches
+SMALL = (4.6, 1.5)  # width and height of a histogram in inches
 ON_MAP = 34  # pixels of the longer side of an image on the map
-QUALITY = 80  # WebP's quality
+QUALITY = 80  # quality of WebP files, up to 100
 
 
 def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:
-    """Return a sheet of images as a data: URI."""
+    """Return a contact sheet of images as a data: URI."""
     sheet(images, columns).save(buffer := io.BytesIO(), "WEBP", quality=QUALITY)
     return uri(buffer.getvalue(), "webp")
 
 
 def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tuple[int, Pixels]]) -> str:
-    """Return a map of points (n,), coloured by the numbers `colour` (n,), with the images of some, as a data: URI."""
+    """Return a scatter plot of n points as a data: URI. `x` and `y` (n,) are their coordinates, `colour` (n,) integers
+    that select their colours; `images` are pairs of a point's index and the image to draw there."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
     figure = Figure(figsize=SIZE, dpi=110)
     axes = figure.add_axes((0, 0, 1, 1))
-    x, y = (v.clip(*np.percentile(v, [0.5, 99.5])) for v in (x, y))  # a few outliers would shrink the rest
+    x, y = (v.clip(*np.percentile(v, [0.5, 99.5])) for v in (x, y))  # a few outliers would squeeze all other points
     colours = colormaps["tab20"](colour % 20)
     axes.scatter(x, y, c=colours, s=8, linewidths=0, alpha=0.7)
     for row, image in images:
@@ -48,7 +49,7 @@ def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tu
 
 
 def histogram_uri(values: Floats) -> str:
-    """Return a histogram of a column as a data: URI. The outermost bars count all values beyond them, too."""
+    """Return a histogram of `values` as a data: URI. The outer bars also count values beyond the shown range."""
     from matplotlib.figure import Figure
 
     low, high = np.percentile(values, [0.5, 99.5])

@@ -1,4 +1,4 @@
-"""Draw a choice of samples: count what is read and what is left out, and take images of both at random."""
+"""Describe a choice of samples: count what is read and what is left out, and show some images of both, at random."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from eagleray.reports.data_plots import Pixels, images_uri
 from eagleray.runs.plan import Plan
 from eagleray.storage.ordered_map import ordered_map
 
-SHOWN, ACROSS = 24, 6  # images of those that are read, and of those that are not; side by side
+SHOWN, ACROSS = 24, 6  # most images of a contact sheet, and most images in one of its rows
 
 
 def choice_of(kept: NDArray[np.bool_], sizes: tuple[int, int], index: Index, text: list[str]) -> Choice:
-    """Describe which samples of an index are `kept` (N,); `sizes` are the bytes of these, and of all."""
+    """Describe which of an index's N samples are `kept` (N,). `sizes` are the bytes of the kept samples and of all."""
     ways = {"Kept": (kept, sizes[0]), "Left out": (~kept, sizes[1] - sizes[0])}
     rows = [[n.lower(), int(c.sum()), 100 * float(c.mean()), size / 1e9] for n, (c, size) in ways.items()]
     sheets = []
@@ -28,7 +28,7 @@ def choice_of(kept: NDArray[np.bool_], sizes: tuple[int, int], index: Index, tex
 
 
 def choice_of_plan(plan: Plan) -> Choice:
-    """Describe what a run reads of its data, of which its recipe chooses some, or weighs it. Raises Outage when no
+    """Describe which samples a run reads and how often, if its recipe selects or weights samples. Raises Outage when no
     images can be read."""
     index, selection = plan.index, plan.stream.selection
     if selection is None:
@@ -61,13 +61,13 @@ def choice_of_plan(plan: Plan) -> Choice:
 
 
 def some_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return a few of the samples that are chosen (N,), drawn at random, in rising order."""
+    """Return the indices of up to SHOWN samples, drawn at random from those `chosen` (N,), in ascending order."""
     samples = np.flatnonzero(chosen)
     return np.sort(np.random.default_rng(0).choice(samples, min(SHOWN, len(samples)), replace=False))
 
 
 def images_of(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, Pixels]]:
-    """Yield the number of each sample whose image decodes and is not forgotten, and the image."""
+    """Yield index and image of each sample whose image can be decoded and that is not in `index.forgotten`."""
     numbers = [sample for sample in samples.tolist() if sample not in index.forgotten]
     for sample, data in zip(numbers, ordered_map(lambda n: index.read(n, n + 1), numbers), strict=True):
         with contextlib.suppress(BadImage):

@@ -17,12 +17,12 @@ from eagleray.runs.metrics import METRICS, full_name
 from eagleray.storage import store
 
 log = logging.getLogger(__name__)
-DEPTH = 4  # folders below the given one in which runs are looked for
+DEPTH = 4  # levels of folders below the given one in which runs are searched
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in a list. A score that the run does not have is None."""
+    """The entry of a run in a list. A score that the run does not have is None."""
 
     name: str  # path of the run's folder, relative to the given one
     method: str
@@ -69,13 +69,13 @@ def run_folders(root: str) -> Iterator[str]:
         raise UserError(f"{root}: no such folder; expected one with runs in it")
     last = None
     for folder, names in folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
-        inside = last is not None and folder.startswith(f"{last}/")  # a folder within a run's is no run
+        inside = last is not None and folder.startswith(f"{last}/")  # a folder within a run's folder is no run
         if _is_run(folder, names) and not inside:
             yield (last := folder)
 
 
 def _is_run(folder: str, names: Collection[str]) -> bool:
-    """Return whether a folder with these files is that of a run, and not MLflow's copy of its files."""
+    """Return whether a folder with these files is that of a run, and not the copy of some files that MLflow keeps."""
     copy = folder.endswith("/artifacts") and layout.ENVIRONMENT not in names
     return layout.RECIPE in names and not copy
 
@@ -114,8 +114,8 @@ def _part(recipe: dict[str, Any], part: str) -> str:
 
 
 def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders up to `depth` levels below `root` that have files of these `names`, with the names found.
-    A folder comes before its subfolders. On this machine, subfolders of a folder with all the names are skipped."""
+    """Yield the folders up to `depth` levels below `root` that have files of these `names`, with the names found. A
+    folder comes before its subfolders. In local folders, the search stops at a folder that has all the names."""
     if folder := store.folder_of(root):
         found = {}
         for parent, folders, files in os.walk(folder):

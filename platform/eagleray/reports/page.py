@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 BUDGET = 3_000_000  # most bytes of all pictures of evaluations together, which take a third more as base64 text
-LEAST = 20_000  # fewest bytes that a picture of an evaluation may take, as fewer would show nothing
+LEAST = 20_000  # smallest limit in bytes per picture, however many share BUDGET: less would show nothing
 FORMATS = ("PNG", "JPEG", "WEBP")  # browsers show these, and PIL starts no program to read them
-PIXELS = 50_000_000  # larger pictures are not decoded
+PIXELS = 50_000_000  # pictures with more pixels are not decoded
 # Longer sides in pixels and WebP qualities to try for a picture that is larger than its share, until one fits.
 SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))
 
@@ -137,7 +137,7 @@ def picture_uri(path: Path, share: int) -> str:
             if image.width * image.height > PIXELS:
                 raise OSError(f"{path}: more than {PIXELS:,} pixels")
             small = image.convert("RGB")
-    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # incomplete files, and bombs
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as e:  # incomplete files and decompression bombs
         raise OSError(f"{path}: {e}") from None
     if path.stat().st_size <= share:
         return uri(path.read_bytes(), kind)

@@ -14,7 +14,7 @@ from eagleray.runs import metrics
 from eagleray.runs.metrics import METRICS
 from eagleray.runs.plots import BOTTOM, REST, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
-SIZE = (4.6, 2.9)  # inches
+SIZE = (4.6, 2.9)  # width and height of a figure in inches
 DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
 POINTS = 600  # most points of a line
 COLOURS = (BLUE, RED, "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")

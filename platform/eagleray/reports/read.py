@@ -26,7 +26,7 @@ from eagleray.runs.summary import read_summary
 from eagleray.storage import store
 
 Source = str | os.PathLike[str]  # an `eagleray.Run` is path-like, too
-LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # a run's folder has one of these
+LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # a run's folder has at least one of these
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
 LAST = 15  # number of last lines of the log to show
 PARTS = ("method", "backbone", "data", "optim", "evaluate")  # sections of a recipe that are read here
@@ -142,13 +142,13 @@ def state_of(
 
 
 def failure_of(out: str) -> str | None:
-    """Return why no restart can mend the run, or None. Raises UserError when the file about its failure is damaged."""
+    """Return why the run has failed for good, or None if that is not stored. Raises UserError for a damaged file."""
     note, where = run_store(out).get(layout.FAILURE), f"{out}/{layout.FAILURE}"
     return shapes.check(shapes.Failure, _parsed(note, where), where).why if note else None
 
 
 def last_error(log: Sequence[str]) -> str:
-    """Return the error at the end of a log: the last line of the traceback, or nothing when the log ends otherwise."""
+    """Return the error at the end of a log, the last line of its traceback, or "" when the log ends otherwise."""
     heads = [i for i, line in enumerate(log) if LOGGED.match(line)]
     if heads and " ERROR " in log[heads[-1]]:
         return log[-1] if log[-1] != log[heads[-1]] else log[-1].partition(" ERROR ")[2]

@@ -30,13 +30,13 @@ from eagleray.runs import layout, metrics
 from eagleray.runs.health import AT_END, KINDS
 from eagleray.runs.summary import CHECKED, EARLY, EXPORTED, SENTENCES, UNCHECKED, VERDICT
 
-REASONS = 20  # rows of the table of bad samples
+REASONS = 20  # most rows of the tables of bad samples
 FINDINGS = 50  # most findings in the table
 END = "At the end of the run"
 LONGEST = 1e10  # longest duration to show, in seconds: three centuries
-BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # endings of keys of numbers from before the training
+BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # suffixes of the keys of scores from before the training
 BAD = ("failed", "broken off")  # states in which somebody must act
-# Keys of numbers of a summary that other sections show.
+# Keys of the summary whose values other sections show.
 SHOWN_ELSEWHERE = {
     "steps",
     "epochs",
@@ -78,7 +78,7 @@ def page(run: Run, folder: Path) -> Page:
 
 
 def verdict(run: Run) -> list[str]:
-    """Return sentences on what the numbers at the end say about the backbone, and on the findings about them."""
+    """Return sentences on what the final scores say about the backbone, and on problems found at the last step."""
     said = [sentence[:1].upper() + sentence[1:] + "." for sentence in run.summary.get(VERDICT, ())]
     named = [f["kind"] for f in run.findings if f["kind"] in AT_END and f["step"] == run.last]
     return said + [f"Found at the end: {', '.join(named)}; Health has what may help."] * bool(named)
@@ -179,8 +179,8 @@ def all_scores(run: Run) -> Iterator[Scores]:
 
 
 def latest_results(run: Run) -> list[Result]:
-    """Return the latest result of each evaluation, meaning the same protocol, data, settings and backbone. Results
-    of the untrained backbone that another table shows in its own column are left out."""
+    """Return the latest result of each evaluation, that is of each protocol, data, settings and backbone. Results of
+    the untrained backbone are left out if the table of the trained one shows them in a column."""
     last = {
         (r.untrained, r.architecture, r.data_digest, protocol_text(r, asked=True) + backbone_suffix(run, r)): r
         for r in run.results
@@ -197,7 +197,7 @@ def protocol_text(result: Result, *, asked: bool = False) -> str:
 
 
 def backbone_suffix(run: Run, result: Result) -> str:
-    """Return `, of NAME` for an evaluation of another backbone than the run's newest, else nothing."""
+    """Return `, of NAME` if another backbone than the run's newest was evaluated, else an empty text."""
     name = result.backbone.removeprefix(BARE).rstrip("/").rpartition("/")[2]
     return "" if name == run.out.rpartition("/")[2] else f", of {name}"
 
@@ -229,7 +229,7 @@ def marks_note(run: Run) -> list[str]:
 
 
 def findings(run: Run) -> list[Table]:
-    """Return the table of what the run reported about its own health, and the table of what it was checked for."""
+    """Return the table of the problems that the run found itself, and the table of what it was checked for."""
     rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
     more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
     tables = [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
@@ -239,7 +239,7 @@ def findings(run: Run) -> list[Table]:
 
 
 def evaluation_pictures(run: Run) -> list[Pictures]:
-    """Return the pictures that evaluations drew, as large as the page has room for."""
+    """Return the pictures that evaluations drew, each shrunk to its share of BUDGET."""
     paths = sorted((run.folder / layout.PICTURES).rglob("*.png"))
     if (own := run.folder / layout.NEIGHBOURS).exists():
         paths.insert(0, own)
@@ -256,7 +256,7 @@ def evaluation_pictures(run: Run) -> list[Pictures]:
 
 
 def caption(run: Run, path: Path) -> str:
-    """Return the caption of a picture: its name, and the evaluation that drew it with the settings."""
+    """Return the caption of a picture: its name, and the evaluation that drew it, with its settings."""
     if path.name == layout.NEIGHBOURS and path.parent == run.folder:
         return "At the end of the run: images of its evaluation, each with those nearest to it by their features"
     words = path.stem.replace("_", " ").replace("-", " ")
@@ -299,7 +299,7 @@ def plan_and_fact(run: Run) -> list[Table]:
         values = [r[key] for r in run.records if key in r and r["epoch"] > full]
         return statistics.median(values) if values else None
 
-    full = max((phase["until"] for phase in plan.get("phases", ())), default=0)  # first epoch after the early phases
+    full = max((phase["until"] for phase in plan.get("phases", ())), default=0)  # epoch when phases of small inputs end
     rows = [
         ["images/s", plan.get("images_per_s"), median(metrics.IMAGES_PER_S)],
         ["memory of tensors, GiB", sum(plan["memory"].values()) / 2**30, median(metrics.MEMORY_PEAK)],
@@ -309,7 +309,7 @@ def plan_and_fact(run: Run) -> list[Table]:
 
 
 def choice(run: Run) -> Section:
-    """Return the section on the samples that the run reads and leaves out, empty if its recipe does not choose."""
+    """Return the section on the samples that the run reads and leaves out, empty if its recipe makes no selection."""
     title = "Choice of samples"
     return run.choice.section(title) if run.choice else Section(title, [])
 
@@ -338,7 +338,7 @@ def examples(run: Run, reason: str) -> str:
 
 
 def shows_log(run: Run) -> bool:
-    """Return whether to show the end of the log. It is not shown for a finished run, about which the page says all."""
+    """Return whether to show the end of the log: not for a finished run, as the page has all of its results."""
     return bool(run.log) and run.state != "finished"
 
 

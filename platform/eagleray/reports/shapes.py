@@ -1,4 +1,4 @@
-"""Check the files of a run's folder from which a page is made, as a person or another version may have written them."""
+"""Check the files of a run's folder that a page shows, as people or other versions may have written them."""
 
 import logging
 import re
@@ -12,13 +12,13 @@ from eagleray.base.errors import UserError
 from eagleray.config.tree import explain
 
 log = logging.getLogger(__name__)
-NO_MAPPING = re.compile(r"input should be a valid dictionary( or instance of \w+)?")  # pydantic's words
+NO_MAPPING = re.compile(r"input should be a valid dictionary( or instance of \w+)?")  # pydantic's message
 LONGEST = 300  # most characters of an error about a file
 T = TypeVar("T")
 
 
 class Shape(BaseModel):
-    """Keys of a file. Values are not converted, and there may be other keys."""
+    """The keys of a file that are checked. Their values are not converted, and the file may have other keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -79,7 +79,7 @@ class Forecast(Shape):
 
 
 class Failure(Shape):
-    """The keys of the file about a failure."""
+    """The keys of the file in which a run's failure is stored."""
 
     why: str
 
@@ -106,7 +106,7 @@ class Bad(Shape):
 
 
 def check(kind: type[T], tree: Any, where: Path | str) -> T:
-    """Return the content of a file as `kind`. Raises UserError, which names the file, when it is something else."""
+    """Return the content of a file as `kind`. Raises UserError, which names the file, when it has another form."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
@@ -115,7 +115,7 @@ def check(kind: type[T], tree: Any, where: Path | str) -> T:
 
 
 def complete(kind: type, lines: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that have the keys of `kind`, which a page shows, and warn of the others."""
+    """Return the lines of a file that have the keys of `kind`, which a page shows, and warn of lines without them."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def fits(line: dict[str, Any]) -> bool:

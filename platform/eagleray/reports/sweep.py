@@ -88,7 +88,7 @@ def stability(study: Study, pictures: Path) -> Section:
 
 
 def trial_name(study: Study, row: Mapping[str, Any]) -> str:
-    """Return the number of a trial with its values, such as `000: 0.001, mocov3`, or alone if these are long."""
+    """Return a trial's id with its values, such as `000: mocov3, 0.001`, or the id alone if the values are long."""
     values = [in_words(value) for value in row["values"].values()]
     said = ", ".join([row["alternative"], *values] if len(study.sweep.alternatives) > 1 else values)
     return f"{row['id']}: {said}" if len(said) <= LONGEST else str(row["id"])

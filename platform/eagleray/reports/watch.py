@@ -1,4 +1,4 @@
-"""Serve the page about a run on this machine, drawn again and again while the run goes on."""
+"""Serve a page about a run on this machine. While the run goes on, the page is generated anew at requests."""
 
 import os
 import threading
@@ -20,8 +20,8 @@ from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")  # names to serve; a stranger's page in the same browser would have to use another one
-SECONDS = 10.0  # seconds between two drawings
+HOSTS = (LOOPBACK, "localhost")  # accepted host names: pages of other sites would have to use theirs (DNS rebinding)
+SECONDS = 10.0  # age in seconds from which a request gets a new page
 
 
 class Watch:

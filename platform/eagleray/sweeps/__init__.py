@@ -1,4 +1,4 @@
-"""Sweeps: many runs of one recipe with other values, compared.
+"""Sweeps: many runs of one recipe with different values, which are compared.
 
 A sweep file goes in; trials, a table, plots and the best recipe come out.
 

@@ -1,4 +1,4 @@
-"""Check a sweep before its first trial. This runs in a process that then ends, as methods import PyTorch."""
+"""Check a sweep before its first trial, in a process that then ends, as methods import PyTorch, which takes memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,14 +23,14 @@ from eagleray.sweeps.sweep import Sweep, corners, recipe_of
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # keys that only summary.json has
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
-OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # methods may report more
+OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method's own metrics are left out
 
 
 def check_sweep(
     tree: dict[str, Any], packed: Mapping[str, plugins.Sources], folder: str, objective: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Check the data of a sweep and, if `objective`, its objective. Returns the contents of environment.json. `folder`
-    is a folder or URL, `tree` the sweep, and `packed` the sources of its plug-ins. Raises UserError and Outage."""
+    """Check the data of a sweep and, if `objective`, its objective. Returns the contents of environment.json. `tree` is
+    the sweep as plain values, `folder` its path or URL, `packed` its plug-ins' sources. Raises UserError and Outage."""
     console.quiet = quiet
     plugins.install(packed)
     sweep = config.check(Sweep, tree, "sweep")
@@ -84,8 +84,8 @@ def never_earlier(sweep: Sweep, name: str) -> bool:
 
 
 def check_data(sweep: Sweep, folder: str | Path) -> None:
-    """Check the first trial of each alternative on behalf of all. Raises UserError when its data is missing or lacks
-    the labels that the objective needs, or when its method cannot be built or cannot take an image size."""
+    """Check the first trial of each alternative, which stands for its other trials. Raises UserError when its data is
+    missing or lacks the labels that the objective needs, or when its method cannot be built or take an image size."""
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))

@@ -1,6 +1,6 @@
-"""Compare trials without labels, by one number computed from the rank and the uniformity of their features.
+"""Compare trials without labels, by a score that combines the rank and the uniformity of their features.
 
-RankMe is from Garrido et al. 2023, arXiv:2210.02885; alignment and uniformity are from Wang and Isola 2020,
+The rank is RankMe (Garrido et al. 2023, arXiv:2210.02885). Alignment and uniformity are by Wang and Isola 2020,
 arXiv:2005.10242. The monitor measures all three, see runs/monitor.py. Alignment is printed but has no weight: it also
 falls when features collapse, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md).
 """
@@ -15,16 +15,16 @@ from eagleray.runs.metrics import KNN_TOP1, MONITOR_KNN
 LABEL_FREE = "label_free"
 RANK, ALIGNMENT, UNIFORMITY = "health/backbone_rank", "health/alignment", "health/uniformity"
 MEASURED = (RANK, ALIGNMENT, UNIFORMITY)
-REFERENCES = (KNN_TOP1, MONITOR_KNN)  # kNN accuracies: label-free numbers are compared with the first that is reported
+REFERENCES = (KNN_TOP1, MONITOR_KNN)  # kNN accuracies: label-free measures are compared with the first that is reported
 LEAST = 4  # fewest trials for which a rank correlation is computed
 
 
 class LabelFreeAgreement(NamedTuple):
-    """The agreement of the finished trials' ranks by label-free numbers with their ranks by kNN accuracy."""
+    """How far label-free measures rank the finished trials of a sweep as their kNN accuracy does."""
 
     reference: str  # the key of the kNN accuracy
     trials: int
-    correlations: dict[str, float]  # Spearman's rank correlations by key, positive for a number that agrees with kNN
+    correlations: dict[str, float]  # Spearman's rank correlations by measure, positive where it agrees with kNN
 
     def line(self) -> str:
         """Return the correlations as a line of text."""
@@ -33,19 +33,19 @@ class LabelFreeAgreement(NamedTuple):
 
 
 def score(record: Mapping[str, Any]) -> float:
-    """Return the label-free number of a line of metrics.jsonl: the log of RankMe minus the uniformity, which is lower
-    for better features. Higher is better; NaN if RankMe or the uniformity is missing."""
+    """Return the label-free score of a line of metrics.jsonl, higher for better features: the log of RankMe minus the
+    uniformity loss, which is lower for better features. NaN if RankMe or the uniformity is missing."""
     rank, uniformity = record.get(RANK, math.nan), record.get(UNIFORMITY, math.nan)
     return math.log(rank) - uniformity if rank > 0 else math.nan
 
 
 def objective(record: Mapping[str, Any], key: str) -> float:
-    """Return a metric of a line of metrics.jsonl, or NaN if it is missing."""
+    """Return the metric `key`, or the score if that is LABEL_FREE, of a line of metrics.jsonl. NaN if it is missing."""
     return score(record) if key == LABEL_FREE else float(record.get(key, math.nan))
 
 
 def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
-    """Return how label-free numbers agree with kNN over finished trials, or None if fewer than LEAST have both."""
+    """Return how label-free measures agree with kNN over finished trials, or None if fewer than LEAST have both."""
     numbers = [r.get("numbers", {}) for r in rows if r["state"] == "finished"]
     for reference in REFERENCES:
         both = [n for n in numbers if reference in n and math.isfinite(score(n))]

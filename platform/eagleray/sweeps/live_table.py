@@ -24,11 +24,11 @@ ORDER = ("running", "waiting", "finished", "stopped", "failed")
 
 
 class Show:
-    """A context that shows the trials. Each call updates the table."""
+    """A context that shows the trials of a study. Calling the context updates the table."""
 
     def __init__(self, study: Study) -> None:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
-        self.began: dict[str, tuple[float, int]] = {}  # seconds and step when a trial was first seen running
+        self.began: dict[str, tuple[float, int]] = {}  # time.monotonic() and step when a trial was first seen running
         self.tails: dict[str, Tail] = {}  # metrics.jsonl of trials that were seen running
         self.steps: dict[str, int] = {}  # the newest step in each of these files
 
@@ -68,8 +68,8 @@ class Show:
         return table
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its metrics.jsonl
-        or, if the trials are in a store, from its last report."""
+        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its metrics.jsonl on
+        this machine or, if the trials are in object storage, from its last report."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
         path = self.study.folder / "trials" / row["id"] / layout.METRICS
@@ -85,8 +85,8 @@ class Show:
 
 
 def short(keys: list[str]) -> list[str]:
-    """Return column titles for dotted keys: the shortest ends, in whole parts, by which no two keys are equal. A final
-    `.value` is left out."""
+    """Return column titles for dotted keys: of each key, as few last parts as tell it from all others. A final `.value`
+    is left out."""
     titles = []
     for key in keys:
         parts = key.removesuffix(".value").split(".")

@@ -15,7 +15,7 @@ from eagleray.sweeps.sweep import RANGES, in_words
 COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # colours of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
 COLUMNS = 4  # largest number of panels in a row
-NAMED = 12  # so many curves at most all have their trial's name; if there are more, only the best
+NAMED = 12  # largest number of curves that are all labelled; if there are more, only the best curve is
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
@@ -68,7 +68,7 @@ def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, 
 
 
 def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw one line per trial across parallel axes, one for each key; darker lines are better trials. If an alternative
+    """Draw one line per trial across parallel axes, one axis per key; darker lines are better trials. If an alternative
     lacks a key, its lines are dotted across that key's axis."""
     from matplotlib.figure import Figure
 
@@ -103,7 +103,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
 
 
 def curves(study: Study, colours: Mapping[str, str]) -> Path:
-    """Draw the objective of every trial over the share of the trial's steps, from the values that the scheduler got."""
+    """Draw the objective of every trial over the share of its steps that are done, as reported to the scheduler."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.4), dpi=DPI, layout="constrained")
@@ -161,7 +161,7 @@ def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mappi
 
 
 def drawn_keys(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that are varied, without those that no trial with a result has."""
+    """Return the varied keys that at least one trial with a result has."""
     varied = study.keys()
     return [key for key in varied if any(key in r["values"] for r in rows)]
 
@@ -174,7 +174,7 @@ def kinds(study: Study) -> dict[str, str]:
 
 
 class Scale:
-    """Maps values to positions on an axis, linear or logarithmic for a range; values of a list are equally spaced."""
+    """Maps a key's values to positions on an axis: linear or logarithmic for a range, equally spaced for a list."""
 
     def __init__(self, values: Sequence[Any], kind: str) -> None:
         """`kind` is the kind of the key in the sweep file, such as log or choice."""

@@ -31,9 +31,9 @@ from eagleray.sweeps.width import TrialWaiting, Width, share
 
 POLL = 0.2  # seconds between two updates of the screen and checks for a request to stop
 AGAIN = 2.0  # seconds between two requests to trials to stop, as some may just have begun
-PENDING = 200  # most trials that wait for room at a time, which an autoscaler sees
-DEATHS = 3  # deaths of a trial's process that do not fail it, without those whose machine was taken away or lost
-DIED = "worker process has died"  # part of Ray's message if a process has died, but not its machine
+PENDING = 200  # most trials that wait for resources at a time, for which an autoscaler adds machines
+DEATHS = 3  # deaths of its process that a trial survives; a lost or reclaimed machine does not count
+DIED = "worker process has died"  # part of Ray's message when a process has died on a machine that is still up
 VARIABLES = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # loggers are not needed, as a trial writes its own files
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric
@@ -46,12 +46,12 @@ Screen = AbstractContextManager[Callable[[], None]]
 
 
 class LocalState:
-    """Objects that exist in this process alone. They are pickled as nothing; otherwise Tune would write them into a
-    file that nobody reads."""
+    """Objects of the driver's process alone. They are pickled as an empty object; otherwise Tune would write them into
+    a file that nobody reads."""
 
     def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
         self.study, self.stop, self.width = study, stop, width
-        self.away = ""  # message on a store that does not answer, if trials were stopped for that
+        self.away = ""  # error of a store that does not answer, if it has stopped the trials
         self.command = new_command()
         self.deaths = Counter[str]()  # deaths of each trial's process that count towards DEATHS
 
@@ -64,16 +64,16 @@ class LocalState:
 
 def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threading.Event, screen: Screen) -> None:
     """Run the trials that are not done, at most `most` at a time, until all are done or the event `stop` is set.
-    `screen` yields a function that updates the screen. Raises UserError, and Outage when a store stays away."""
+    `screen` yields a function that updates the screen. Raises UserError, and Outage when a store does not answer."""
     os.environ.update(VARIABLES)
     # Tune's own messages on the end of a trial are not shown, as the journal prints one line on it.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
-    # Ray replaces the signal handlers, so the screen, which handles signals too, is entered after it. When a machine is
-    # lost, Ray prints dozens of lines to stderr.
+    # Ray replaces the signal handlers, so the screen, which sets handlers too, is entered later. stderr is diverted, as
+    # Ray prints dozens of lines there when a machine is lost.
     with session() as ray, divert_stderr(study.folder / layout.RAY_LOG), screen as show:
         from ray import tune
 
-        _keep_keys()  # imports Ray, which reads at import how to authenticate: the session sets that
+        _keep_keys()  # imports Ray, and follows `session`, which sets what Ray reads at import: how to authenticate
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
         # An autoscaler adds machines for pending trials. Optuna learns from results, so its trials are drawn singly.
@@ -106,15 +106,15 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
 
 
 def _keep_keys() -> None:
-    """Remove a store's keys from the environment variables that Tune passes to trials, as Ray logs these on every node
-    and shows them in its dashboard. Trials use the keys of their node, as the workers of a run do."""
+    """Remove AWS credentials from the environment variables that Tune passes to trials, as Ray logs these on every node
+    and shows them in its dashboard. Trials use the credentials of their node, as the workers of a run do."""
     tune: Any = importlib.import_module("ray.tune.execution.class_cache")
     tune.ENV_VARS_TO_PROPAGATE = {name for name in tune.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")}
 
 
 def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
     """Run Tune in a thread of its own, as in the main thread it would handle Ctrl-C itself. When `local.stop` is set,
-    all running trials are asked to save and stop. Raises Outage when that is because a store stays away."""
+    all running trials are asked to save and stop. Raises Outage when the reason is a store that does not answer."""
     ended, asked = begin(tuner.fit, "ray-tune"), -math.inf
     while not ended.done():
         wait([ended], POLL)
@@ -151,7 +151,7 @@ def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[s
 
 
 def searcher(local: LocalState) -> Any:
-    """Return a searcher from which Tune gets the trials in the order of the study, as many as may run at a time."""
+    """Return a searcher that gives Tune the study's trials in order, as long as fewer run than `local.width` allows."""
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
@@ -163,7 +163,7 @@ def searcher(local: LocalState) -> Any:
             row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            if row["starts"]:  # left by an earlier driver, while this one counts deaths from 0
+            if row["starts"]:  # an earlier driver may have left FAILED; this one counts deaths from 0
                 run_store(local.study.trial(row["id"])).delete(layout.FAILED)
             return {"row": trial_settings(local.study, row, local.command)}
 
@@ -237,7 +237,7 @@ def journal(local: LocalState) -> Any:
             local.study.note(f"trial {name}: {why}")
             local.study.set(name, state="waiting")
             local.deaths[name] += counts
-            if local.deaths[name] > DEATHS:  # Tune starts it once more; it then sees FAILED and ends
+            if local.deaths[name] > DEATHS:  # Tune starts the trial once more, which ends when it sees FAILED
                 trial.max_failures = 0
                 with suppress(Outage, OSError):
                     run_store(local.study.trial(name)).put(layout.FAILED, f"{why} {DEATHS + 1} times")
@@ -276,8 +276,8 @@ def words(row: Mapping[str, Any]) -> str:
 
 def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
     """Return the class that Tune runs. Its process reserves the resources `each` and runs one trial after another.
-    `tracking` is passed as a parameter, as Tune does not write parameters into its files: its address may have a
-    password."""
+    `tracking` is passed as a parameter, because the tracking server's address may contain a password, and Tune does not
+    write parameters into its files."""
     from ray import tune
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]

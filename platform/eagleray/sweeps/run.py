@@ -30,8 +30,8 @@ from eagleray.sweeps.sweep_dir import open_sweep_dir
 
 
 def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
-    """Run or continue a sweep. Returns its folder, its best trial, all trials, and whether all of them have ended,
-    which is false if it was asked to stop earlier. Raises UserError."""
+    """Run or continue a sweep. Returns its folder, its best trial, all trials, and whether all trials have ended, which
+    is false if the sweep was asked to stop before. Raises UserError when the sweep cannot be run."""
     folder = store.absolute(sweep.out or "").rstrip("/")
     place = run_store(folder)
     place.check_writable()
@@ -55,9 +55,9 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
 
 
 def checked(study: Study, *, objective: bool) -> dict[str, Any]:
-    """Check the data of a sweep and, if `objective`, its objective, in a process that then ends: the driver, which
-    shares the memory of a cluster's head with others, does not import PyTorch. Returns the contents of
-    environment.json. Raises UserError and Outage."""
+    """Check the data of a sweep and, if `objective`, its objective, in a process that then ends: drivers on a cluster's
+    head share its memory, so they do not import PyTorch. Returns the contents of environment.json. Raises UserError and
+    Outage."""
     given = config.to_plain(study.sweep), plugins.pack(study.plugins()), study.out, objective, out.quiet
     return child.call("eagleray.sweeps.checks:check_sweep", *given)  # type: ignore[no-any-return]
 
@@ -72,7 +72,7 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
     try:
         ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
     except Exception:
-        mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # else MLflow shows it as running
+        mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # else MLflow shows the sweep as running
         study.upload()
         raise
     study.wait_again()
@@ -96,7 +96,7 @@ def describe(study: Study) -> str:
 
 def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any]:
     """Write the table, the plots and the best recipe, send them to MLflow, and return the results. `done` says whether
-    the sweep has finished, for MLflow."""
+    all trials have ended."""
     written = [study.folder / SWEEP, write_table(study), *write_comparison(study)]
     best = study.best()
     if best:

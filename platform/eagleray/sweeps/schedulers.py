@@ -1,6 +1,6 @@
 """The schedulers of Ray Tune that stop the trials of a sweep early.
 
-They measure time in per cent of a trial's steps, as trials with different batches differ in their number of steps.
+They measure time in per cent of a trial's steps, as trials with different batch sizes differ in their number of steps.
 """
 
 from collections.abc import Collection
@@ -54,8 +54,8 @@ def _asha(local: "LocalState", names: Collection[str]) -> Any:
 
 
 def _apart(local: "LocalState", each: dict[str, Any]) -> Any:
-    """Return a scheduler that passes each trial to the scheduler of its alternative, `each[name]`. Thus an alternative
-    that learns slowly at first does not lose its trials to the others."""
+    """Return a scheduler that passes each trial to `each[name]`, the scheduler of its alternative. So an alternative
+    that learns slowly at first does not lose its trials to faster alternatives."""
     from ray.tune import schedulers
 
     class Apart(schedulers.FIFOScheduler):  # type: ignore[misc]

@@ -38,9 +38,9 @@ class Study:
         upload: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`out` is a folder or URL; `folder` is a copy of it on this machine, by default that of the command that runs
-        the sweep. `upload` is called to store the files when a trial has changed its state, and `note` with a line of
-        text for each event of a trial."""
+        """`out` is a folder or URL; `folder` is a copy of it on this machine, by default the copy of the command that
+        runs the sweep. `upload` is called to store the files when a trial has changed its state, and `note` with a line
+        of text for each event of a trial."""
         self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
         self.upload, self.note = upload, note
@@ -61,8 +61,8 @@ class Study:
         return f"{self.trials}/{name}"
 
     def next(self) -> dict[str, Any] | None:
-        """Return the row of the next trial to run, an interrupted or a new one, or None when all have been started. Its
-        values are stored before it starts, so that it has the same values if the sweep continues elsewhere."""
+        """Return the row of the next trial to run, an interrupted or a new one, or None when all have been started. The
+        values of the trial are stored first, so that it keeps them if the sweep continues on another machine."""
         row = self._next()
         if row:
             self.suggested.add(row["id"])
@@ -95,7 +95,7 @@ class Study:
             self.upload()
 
     def wait_again(self) -> None:
-        """Set all trials that are not done to waiting, such as those that ran when the last process ended."""
+        """Set all trials that are not done to waiting, such as those that ran when the previous process ended."""
         with self.lock:
             for row in self.rows.values():
                 row["state"] = row["state"] if row["state"] in DONE else "waiting"
@@ -115,7 +115,7 @@ class Study:
         files.write_atomic(self.folder / SWEEP_ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
-        """Return how many trials are not done. If more are done than the sweep has now, return 0."""
+        """Return how many trials are not done; 0 if a continued sweep has fewer trials than are done already."""
         with self.lock:
             return max(count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values()), 0)
 
@@ -134,8 +134,8 @@ class Study:
         return sorted(through, key=lambda r: r["metric"], reverse=self.sweep.objective.mode == "max")
 
     def best_of_each(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each alternative, the best alternative first. It has the numbers of its trials and of
-        those that took all their steps, and the objective, id and values of the best of the latter, if there is one."""
+        """Return a dictionary for each alternative, the best alternative first. It says how many trials the alternative
+        has and how many took all their steps (`finished`), and has metric, id and values of the best finished trial."""
         sign, found = 1 if self.sweep.objective.mode == "max" else -1, []
         for name in self.sweep.alternatives:
             rows = [r for r in self.rows.values() if r["alternative"] == name]

@@ -1,4 +1,4 @@
-"""Define a sweep: recipes, the values that their keys may take, and an objective. A sweep determines its trials."""
+"""Define a sweep: recipes, the values that their keys may take, and an objective. Choose the values of its trials."""
 
 import importlib.util
 import itertools
@@ -61,7 +61,7 @@ def tidy(x: float, low: float, high: float) -> float:
 
 
 def _values(spec: Any) -> Values:
-    """Parse the values of a key in the sweep file, such as `{log: [1.0e-4, 1.0e-2]}`. Raises ValueError for others."""
+    """Parse a key's values in the sweep file, such as `{log: [1.0e-4, 1.0e-2]}`. Raises ValueError for another form."""
     if isinstance(spec, Values):
         return spec
     if not isinstance(spec, dict) or len(spec) != 1 or next(iter(spec)) not in KINDS:
@@ -104,7 +104,7 @@ class Objective:
 class Branch:
     """A recipe of a sweep, with the keys that are fixed and the keys that vary."""
 
-    recipe: str | dict[str, Any] | None = None  # name or file; the resolved recipe's keys and values once read
+    recipe: str | dict[str, Any] | None = None  # name or file; after `load`, the resolved recipe as a mapping
     fixed: dict[str, Any] = field(default_factory=dict)  # values that replace the recipe's, by dotted or nested key
     space: Space = field(default_factory=dict)
 
@@ -118,13 +118,13 @@ class Sweep(Branch):
     search: Literal["random", "grid", "optuna"] = "random"
     scheduler: Literal["asha", "none"] = "asha"
     grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of a trial's steps before it is first compared
-    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: one trial in so many continues
+    reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: of this many compared trials, one continues
     apart: bool = False  # asha: trials are compared only within their alternative
     trials: PositiveInt | None = None  # None: 16, or all points of a grid
     seed: NonNegativeInt = 0  # seed of the search; the seed of a trial is a key of its recipe
     cpus: PositiveInt = 1  # CPU threads of each trial, or of each of its workers
     gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # share of a GPU for each trial; None: a whole GPU
-    hours: Annotated[float, Field(gt=0)] | None = None  # running trials save and stop after so many
+    hours: Annotated[float, Field(gt=0)] | None = None  # hours after which running trials save and stop
     out: str | None = None  # folder of the sweep; None: runs/<sweep name>
     # Name of a model in MLflow's registry; at the end the best trial is registered as its new version.
     register: ModelName | None = None
@@ -170,7 +170,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
-    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # optim.lr.value.log=[1.0e-4, 1.0e-2] is one
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # such as optim.lr.value.log=[1.0e-4, 1.0e-2]
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
     alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
@@ -189,8 +189,8 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 def _join(
     sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
 ) -> Branch:
-    """Return an alternative in full: its recipe, with the fixed keys of the sweep, its own and the overrides' put in,
-    and all keys that vary in it."""
+    """Return an alternative in full: its recipe, with the fixed values of the sweep, of the alternative and of the
+    overrides put in, in this order, and all keys that vary in it."""
     name, beside = own.recipe or sweep.recipe, path.parent
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
@@ -280,7 +280,7 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
     if sweep.search == "optuna":
         return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
-    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # they take turns, so that chance leaves none out
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # they take turns, so that chance omits none
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 

@@ -23,7 +23,7 @@ STORED = (*SWEEP_FILES, layout.ENVIRONMENT, layout.MLFLOW)
 
 def sweep_folder(out: str) -> Path | None:
     """Return the folder of the sweep in `out`, for a URL a copy on this machine; None if `out` holds no sweep. Raises
-    UserError and Outage."""
+    UserError and Outage when `out` cannot be read."""
     run = run_store(out)
     return run.fetch() if may_be_folder(out) and run.get(SWEEP) is not None else None
 

@@ -44,7 +44,7 @@ class Trial:
         self.tracking = replace(tracking, name=f"{settings['sweep']}-{name}", key=key)
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
-        self.away = ""  # error of a store or server whose outage ended the run; it can continue
+        self.away = ""  # error of a store or server whose outage ended the run, which can continue later
         self.leaves: Preempted | Superseded | None = None  # raised if another process has to continue the run
         try:
             plugins.install(settings["plugins"])
@@ -57,14 +57,14 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        """Return the folder on this machine with the run's metrics: the run's own, or a copy if it has workers, which
-        may be on other machines."""
+        """Return the folder on this machine with the run's metrics: the run's own, or a copy if the run has several
+        workers, which may be on other machines."""
         return self.store.view if self.recipe.ranks[1] > 1 else self.store.work
 
     def begin(self) -> None:
         """Write the recipe into the trial's folder and start the run's thread, unless the trial has failed for good."""
         free_resources(self.out)
-        if why := self.store.get(layout.FAILED):  # its process may have died too often
+        if why := self.store.get(layout.FAILED):  # the trial has failed for good, as when its process died too often
             self.failure = why
             return
         for left in (layout.STOP, layout.FAILURE):
@@ -143,7 +143,7 @@ class Trial:
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
         value = self.summary.get(key, values[-1] if values else None)
-        if self.failure or value is None:  # Tune would restart what raises, and it would fail again
+        if self.failure or value is None:  # not raised, as Tune would restart the trial, which would fail again
             why = self.failure or f"objective.key={key}: the run never reported this metric"
             self.store.put(layout.FAILED, why)
             return {"done": True, "percent": self.reported}
@@ -168,7 +168,7 @@ class ObjectiveHistory:
         self.key, self.inode = key, 0
         self.tail: files.Tail | None = None
         self.records: list[dict[str, Any]] = []
-        self.latest: dict[str, float] = {}  # newest label-free numbers and kNN accuracies
+        self.latest: dict[str, float] = {}  # newest label-free measures and kNN accuracies, by key
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Return the lines so far. A restarted run replaces the file, which is then read from the start."""

@@ -1,5 +1,5 @@
-"""The files that a trial leaves for the driver of its sweep and for its next process: its results, and what Ray has
-reserved for its workers. This module does not import PyTorch, to save memory of the cluster's head."""
+"""The files that a trial leaves for the driver of its sweep and for its next process: its summary, and the id of what
+Ray has reserved for its workers. This module does not import PyTorch, to save memory of the cluster's head."""
 
 from typing import Any
 

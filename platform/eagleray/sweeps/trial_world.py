@@ -1,4 +1,4 @@
-"""The connection between the cluster and a trial that trains in its own process, a Ray actor."""
+"""Connects a trial that trains in its own process, a Ray actor, to the cluster: warnings come in, metrics go out."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from eagleray.runs.recipe import Recipe
 
 
 class Notice(Background):
-    """Asks Ray in a thread whether this machine will be taken away, as answers may take minutes while Ray's head is
-    away. Ray has no public function for this. The one used here is what Ray Train uses for its own runs."""
+    """Asks Ray in a thread whether this machine will be taken away, as the answer may take minutes while Ray's head is
+    unavailable. Ray has no public function for this; Ray Train uses the same private one for its own runs."""
 
     seconds = 2.0
     come = False
@@ -30,7 +30,7 @@ class Notice(Background):
 
 
 class TrialWorld(World):
-    """The world of a trial in its own process: it saves before its machine is taken away, and exports its numbers."""
+    """A trial's training process, a Ray actor. It saves before its machine is taken away, and exports its metrics."""
 
     spot = True
 

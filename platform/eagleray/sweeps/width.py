@@ -13,14 +13,14 @@ from eagleray.runs.run_store import run_store
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, recipe_of
 
-MEMORY = 2**20  # bytes that a trial asks for if its workers ask for the rest: Ray requires a resource
+MEMORY = 2**20  # bytes that a trial with workers asks for, as Ray requires some; its workers ask for the rest
 LOOK = 2.0  # seconds between two checks whether a trial has room
 QUIET = 30.0  # seconds without a running trial after which a line says what trials wait for
 
 
 def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]], *, joined: bool) -> dict[str, float]:
     """Return the resources that one trial asks Ray for. On a cluster (`joined`) trials may wait for machines that join
-    it. Raises UserError when no machine can have room for a trial, or keys on GPUs and workers disagree."""
+    it. Raises UserError when no machine can have room for a trial, or keys on GPUs and workers conflict."""
     wanted = first_recipes(sweep)
     workers = max(r.ranks[1] for r in wanted)
     if workers > 1:
@@ -74,9 +74,9 @@ class Width:
         self.waits = any(r.gpus for r in wanted)  # whether trials wait for GPUs that are not up yet
 
     def now(self) -> int:
-        """Return the number. Without workers it is the user's limit, as Ray lets trials wait until they fit. With
-        workers it is the number of trials that the GPUs can hold, at least one. With gpus=true it is the user's limit
-        or, without a limit, one trial more than the GPUs can hold, which an autoscaler sees."""
+        """Return how many trials may run now. With one worker each, it is the user's limit, as Ray lets trials wait
+        until they fit. With several workers each, it is as many as the GPUs can hold, at least one; with gpus=true, the
+        user's limit or, without a limit, one more than the GPUs can hold, for which an autoscaler adds machines."""
         if self.workers <= 1 or (self.waits and self.most < sys.maxsize):
             return self.most
         fit = int(sum(n.get("GPU", 0) for n in self.nodes())) // self.workers
@@ -84,8 +84,8 @@ class Width:
 
 
 class TrialWaiting:
-    """Prints once what the trials wait for, when none has had room for a while. A trial with workers has room when
-    these have their resources."""
+    """Prints once what the trials wait for, when none has got its resources for QUIET seconds. A trial with several
+    workers has its resources when its workers have theirs."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TrialWaiting:
         nodes: Callable[[], Sequence[Mapping[str, float]]],
         show: Callable[[], None],
     ) -> None:
-        """`each` has the resources of a trial by Ray's names; `show` is called at each call."""
+        """`each` has the resources of a trial by Ray's names; each call of this object calls `show`."""
         self.study, self.each, self.nodes, self.show = study, each, nodes, show
         self.since = self.looked = time.monotonic()
         self.largest = max(first_recipes(study.sweep), key=lambda r: r.ranks[1])
@@ -113,7 +113,7 @@ class TrialWaiting:
             self.study.note(f"waiting for {self.wanted()}; the machines that are up have {'; '.join(up[:8])}")
 
     def placed(self, trial: str) -> bool:
-        """Return whether a trial that Tune has started has room; also True when the store does not answer."""
+        """Return whether a started trial has its resources; also True when the store with its files does not answer."""
         if self.largest.ranks[1] <= 1:
             return True
         try:
