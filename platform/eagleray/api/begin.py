@@ -1,7 +1,7 @@
 """Begin a run: check its recipe and data, and write the files with which it starts.
 
-This takes PyTorch, which needs half a gigabyte of memory. On a cluster a process that then ends does it, as the command
-waits for the run's workers afterwards and shares the head's memory with those of all other runs.
+This imports PyTorch, which takes half a gigabyte of memory. On a cluster a child process does it and ends, because the
+command then waits for the run's workers, and shares the head node's memory with the commands of all other runs.
 """
 
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """A run that was checked, and for whose end a command may wait."""
+    """What a command has to know about a checked run to wait for its end."""
 
     steps: int  # planned number of steps of the whole run
     batch: int  # images per step
@@ -47,7 +47,7 @@ def begin(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
 
 
 def begin_apart(recipe: Recipe, command: Sequence[str], *, insist: bool) -> Begun:
-    """Do the same as `begin` in a process that then ends, to free the memory of its imports. Raises the errors of
+    """Do the same as `begin` in a child process, whose end frees the memory of its imports. Raises the errors of
     `begin`, and RuntimeError when the process dies."""
     given = config.to_plain(recipe), plugins.pack(recipe.plugins), list(command), insist, console.quiet
     return child.call("eagleray.api.begin:begin_sent", *given)  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ def begin_sent(
 
 
 def note_choice(plan: "Plan") -> None:
-    """Store which samples the run reads, for the report, if its recipe selects some."""
+    """If the run's recipe selects samples, store for the report which samples the run reads."""
     run, selection = run_store(plan.recipe.out), plan.stream.selection
     if selection is None or json.loads(run.get(layout.CHOICE) or "{}").get("digest") == selection.digest:
         return

@@ -18,9 +18,9 @@ from eagleray.data.index import open_shown
 from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.storage.store import absolute
 
-# Hashes decide between images whose features are similar, so features may differ by more than without hashes.
+# With hashes as a second test of near copies, the threshold on the features' similarity is lower than without them.
 SIMILAR, BITS = 0.9, 12
-NAME = "curate"  # both files have this name
+NAME = "curate"  # name of both files, without extension
 
 
 def curate(

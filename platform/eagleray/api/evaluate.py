@@ -25,7 +25,7 @@ class Scores(dict[str, float]):
     out: str  # the folder or s3:// URL of results.json and the pictures
 
     def __init__(self, report: "Report") -> None:
-        asked = [r for r in report.results if r.untrained == report.untrained]  # not those it is compared with
+        asked = [r for r in report.results if r.untrained == report.untrained]  # no results of the untrained baseline
         super().__init__({f"{r.protocol}/{k.partition('/')[2]}": v for r in asked for k, v in r.numbers.items()})
         self.results, self.out, self._report = report.results, report.folder, report
 

@@ -1,4 +1,4 @@
-"""Forget images: take a run back to before it used them, from where it goes on as if it had never read them."""
+"""Forget images: take a run back to before it used them, so that it continues as if it had never read them."""
 
 import logging
 import shutil
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eagleray.runs.recipe import Recipe
 
 log = logging.getLogger(__name__)
-# Files and folders of later steps, or with pictures of images.
+# Files and folders to delete, as they depend on later steps or show images.
 FILES = (layout.SUMMARY, layout.EVALUATION, layout.NEIGHBOURS, layout.HEALTH_PLOT, layout.CHOICE, layout.PLACES)
 FOLDERS = (layout.EXPORT, layout.PICTURES)
 
@@ -102,8 +102,8 @@ def forget(
 
 
 def check_unchanged(plan: "Plan", run: Run) -> None:
-    """Raises UserError when the data or the order is not that of the last start of a run: its steps would have had
-    other images."""
+    """Raises UserError when the data or their order have changed since the last start of a run: the steps that used an
+    image could not be computed any more."""
     from eagleray.runs.checks import CHANGED
 
     [*_, last] = [plan.origin, *(line for line in read_starts(run.folder / layout.STARTS) if "order" in line)]
@@ -113,14 +113,14 @@ def check_unchanged(plan: "Plan", run: Run) -> None:
 
 
 def steps_taken(run: Run, checkpoints: Sequence[str]) -> int:
-    """Return the number of steps that histories or checkpoints of a run know of."""
+    """Return the highest step in the histories and the checkpoints of a run; 0 without any."""
     lines = (line for name in (layout.METRICS, layout.STEPS) for line in read_history(run.folder / name))
     return max([0, *(line["step"] for line in lines), *map(step_of, checkpoints)])
 
 
 def steps_before(plan: "Plan", run: Run, samples: frozenset[int], taken: int) -> int | None:
-    """Return the steps before the first one that used one of these samples; None if no step did, and -1 if the run has
-    measured images before its first step, as one with `start` does."""
+    """Return the number of steps before the first one that used one of these samples; None if no step did, and -1 if
+    the run has measured images before its first step, as a run with `start` does."""
     from eagleray.data.sample_uses import first_step_with
 
     if plan.recipe.start and samples:
@@ -130,9 +130,8 @@ def steps_before(plan: "Plan", run: Run, samples: frozenset[int], taken: int) ->
 
 
 def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Mapping[str, int]) -> None:
-    """Delete what a run has from later steps than `before`, and cut its histories at `step`, where they had so many
-    `lengths`. After an interruption this can be repeated, as the histories, which tell how far the run was, are last.
-    """
+    """Delete a run's results of steps after `before`, and cut its histories at `step`, where they had these `lengths`.
+    If it is interrupted, this can be repeated: the histories, which tell how far the run was, are cut last."""
     from eagleray.engine import checkpoint
     from eagleray.runs.run_dir import RunDir
 
@@ -147,4 +146,4 @@ def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Map
             shutil.rmtree(folder.path / name, ignore_errors=True)
         folder.cut(step, lengths)
         log.info("forgets images: goes back to step %d", step)
-        folder.writer.first()  # closing would only warn of what cannot be written
+        folder.writer.first()  # stores the histories; raises where closing would only warn

@@ -93,8 +93,8 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
 
 
 def _evaluate(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
-    """Return the package of an evaluation of a backbone that nodes can reach, with workers as the head computes
-    nothing."""
+    """Return the package of an evaluation. All nodes must be able to read the backbone, and `workers` is required, as
+    the head does not compute."""
     [backbone] = _exactly(arguments, "evaluate", "BACKBONE")
     stored = not (backbone.startswith("untrained:") or is_public(backbone))
     if stored:

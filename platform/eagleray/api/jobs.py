@@ -98,5 +98,5 @@ def job(id: str, *, address: str | None = None) -> Job:
 
 
 def _job(cluster: cluster_jobs.Cluster, job: Job, known: Sequence[Job] | None = None) -> Job:
-    """Return a job with its reason to wait and the cluster's address. `known` are all jobs, if just listed."""
+    """Return a job with its reason to wait and the cluster's address. `known` are all jobs, if already listed."""
     return replace(job, waits=cluster.waits(job, known), address=cluster.address)

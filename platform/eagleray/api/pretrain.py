@@ -173,7 +173,7 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
 
 
 def send_rest(recipe: Recipe, folder: Path, tracking: Tracking) -> None:
-    """Send missing data about a finished run to MLflow, if it knows the run: for example, a new name for its model."""
+    """Send MLflow the missing data about a finished run, such as a new name for its model, if MLflow knows the run."""
     fields, name = read_note(note := folder / layout.MLFLOW, tracking.uri), recipe.track.register
     if not fields or (fields.get("ended") == "FINISHED" and name in (None, fields.get("registered"))):
         return

@@ -19,7 +19,7 @@ from eagleray.storage import store
 if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
-PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # needed to print a summary
+PRINTED = {"steps", "images", "restarts", "goodput", "bad_samples", "wall_seconds"}  # keys needed to print a summary
 
 
 class Run:
@@ -35,8 +35,8 @@ class Run:
     """
 
     out: str  # absolute path or s3:// URL
-    time_over: bool = False  # whether the call that returned it was ended by `max_hours`
-    folder: Path  # the run's files on this machine: `out` itself, or a copy of what is kept remotely
+    time_over: bool = False  # whether `max_hours` ended the call that returned this run
+    folder: Path  # the run's files on this machine: `out` itself, or a copy if `out` is a URL
 
     def __init__(self, out: "str | Path | Run", *, steps: int = 0) -> None:
         """Open a run. It counts as finished when it has taken its planned steps, and at least `steps`. Raises

@@ -25,13 +25,13 @@ from eagleray.data.reader import Stream
 from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
 
-LANES = 64  # most lanes by default: the default of recipes, if the batch is a multiple of it
+LANES = 64  # default number of lanes, as in recipes; fewer if the batch is no multiple of it
 WORKERS = 4  # most loader processes by default
 
 
 @dataclass(frozen=True, config=STRICT)
 class _Given:
-    """The arguments on data, as given by the user."""
+    """The arguments of Loader that describe the data, checked like those of a recipe."""
 
     data: Sources
     decode: Literal["full", "scaled"]
@@ -129,7 +129,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches up to the end of the epoch; `step` already counts the batch that is yielded. Raises
-        UserError when more than `bad_limit` of the images are broken, and Outage when the store stays away."""
+        UserError when more than `bad_limit` of the images are broken, and Outage when a store does not answer."""
         stop = (self.epoch + 1) * self.steps_per_epoch
         for batch, bad in self._loader.batches(self.step, stop):
             self._quarantine.add(bad)
@@ -145,7 +145,7 @@ class Loader:
         self.step = state["step"]
 
 
-loader = Loader  # a call reads like that of a function
+loader = Loader  # an alias, as users call it like a function
 
 
 def rank_of() -> tuple[int, int]:

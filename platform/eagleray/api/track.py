@@ -1,4 +1,4 @@
-"""Send what MLflow lacks of a run."""
+"""Send MLflow the data about a run that MLflow lacks."""
 
 import os
 from pathlib import Path

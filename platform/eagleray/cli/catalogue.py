@@ -1,4 +1,4 @@
-"""Define the command list, which prints the names that recipes and other commands accept."""
+"""Define the command `list`, which prints the names that recipes and other commands accept."""
 
 import json
 from enum import StrEnum
@@ -59,7 +59,7 @@ def list_(
 
 
 def catalogue(kind: str) -> dict[str, str]:
-    """Return the names of a kind, with one line about each. Only modules that do not load PyTorch are imported."""
+    """Return the names of one kind, each with a line about it. Only modules that do not load PyTorch are imported."""
     if kind == "backbones":
         from eagleray.models.network import TESTED
 
@@ -85,7 +85,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def of_plugins(kind: Literal["method", "source"]) -> dict[str, str]:
-    """Return the names that plug-ins have registered for a kind, with the first line of each docstring."""
+    """Return the names of one kind that plug-ins have registered, each with the first line of its docstring."""
     from eagleray.config import register
 
     return {

@@ -14,7 +14,7 @@ from eagleray.datasets.shards import Sample, encode, write_shards
 
 RECIPE = "mocov3_vitxs8_shapes_demo"
 RUNS = Path("runs")
-TRAIN, TEST = 12_000, 2_000  # pictures
+TRAIN, TEST = 12_000, 2_000  # numbers of generated pictures
 
 
 def main(data: str | None) -> None:
@@ -33,11 +33,11 @@ def main(data: str | None) -> None:
 
 
 def drawn() -> list[str]:
-    """Return overrides that name the shards of generated pictures, which are written at the first call."""
+    """Return overrides that name the shards of generated pictures. The first call generates and writes them."""
     for seed, (split, count) in enumerate((("train", TRAIN), ("test", TEST))):
         place = RUNS / "shapes" / split
         if not (place / "index.parquet").exists():
-            for left in place.glob("*.tar"):  # of a demo that was killed here
+            for left in place.glob("*.tar"):  # left by a demo that was killed while writing
                 left.unlink()
             samples = progress_over("pictures", f"drawing {split}", pictures(seed, count), count)
             write_shards(samples, str(place), size=4 * 2**20)

@@ -19,13 +19,13 @@ from eagleray.runs.named_run import check_goes_on
 from eagleray.runs.recipe import Recipe
 from eagleray.storage import store
 
-# Where Linux shows accelerators: of NVIDIA, of it in WSL, of AMD, of Intel and others.
+# Files in /dev by which Linux shows accelerators of NVIDIA (`dxg` in WSL), AMD, Intel and others.
 DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
 def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) -> None:
-    """Raises UserError when the recipe, a key, a path on this machine or the device of a run is wrong. Stores, and what
-    only PyTorch can tell, are asked by the run itself. Afterwards PyTorch is said to be loaded."""
+    """Raises UserError when the recipe, a key, a path on this machine or the device of a run is wrong. The run itself
+    checks stores, and what needs PyTorch. At the end, says that PyTorch is being loaded."""
     check_goes_on(name, overrides)
     recipe = recipes.load(name, overrides, plugins)
     store.check_writable(recipe.out, "out")
@@ -33,8 +33,8 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
     check_device(recipe)
     check_names(recipe)
     folder = store.folder_of(store.absolute(recipe.out))
-    if folder and not sources.has_begun(folder):  # a run that has begun, as one in a store may have, needs no weights
-        for key, place in sources.weight_files(sources.resolve_paths(recipe)).items():  # a bare name of timm is no file
+    if folder and not sources.has_begun(folder):  # a run that has begun, as a run in a store may have, needs no weights
+        for key, place in sources.weight_files(sources.resolve_paths(recipe)).items():  # refuses NAME for timm:NAME too
             sources.check_exists(place, key)
     recipes.check_lanes(recipe)
     check_data(recipe)
@@ -44,7 +44,8 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
 def check_plan(
     name: str, overrides: Sequence[str], plugins: Sequence[str], *, gpu: str | None, images: int | None
 ) -> None:
-    """Raises UserError as `check_run`, for a plan with a kind of GPU or a number of images, which are then not read."""
+    """Raises UserError when the recipe, the GPU or data on this machine of a plan is wrong. With a number of images,
+    data are not looked at."""
     recipe = recipes.load(name, overrides, plugins)
     if gpu:
         accelerators.find(gpu)
@@ -87,7 +88,7 @@ def may_have_gpu() -> bool:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Index data on this machine that have no index yet. Raises UserError when they are missing, or when the images of
+    """Index data on this machine that have no index yet. Raises UserError when data are missing, or when the images of
     a folder do not fill a batch."""
     train = listings(recipe.data.sources(), "data.train: {}")
     test = listings(recipe.data.test or (), "data.test: {}; name another, or none: data.test=null")
@@ -102,8 +103,8 @@ def check_data(recipe: Recipe) -> None:
 
 
 def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
-    """Return what is at the absolute paths and URLs of data; None for those in a store, which is asked later. Raises
-    UserError for an unknown store, and for a path with neither shards nor images: `said` stands around the reason."""
+    """Return what is at the absolute paths and URLs of data; None for data in a store, which the run checks. Raises
+    UserError for an unknown store or a path without shards and images: in `said`, the reason replaces the braces."""
     found: dict[str, Listing | None] = {}
     try:
         for url in (store.absolute(source.url) for source in sources):
@@ -115,7 +116,7 @@ def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
 
 
 def lacks_index(listing: Listing, spare: str) -> bool:
-    """Return whether a folder has an index neither beside its files nor in `spare`."""
+    """Return whether any folder of a listing has an index neither beside its files nor in the folder `spare`."""
     folders = {*listing.folders, *(store.parent(blob.url) for blob in listing.blobs)}
     places = [(f"{folder}/{index_file.NAME}", index_file.aside(folder, spare) or "") for folder in folders]
     return not all(any(map(os.path.exists, pair)) for pair in places)

@@ -23,7 +23,7 @@ ProcessGpus = Annotated[bool, typer.Option("--gpus", help="Give each of the Ray 
 
 
 def folder_of(out: str | None) -> str | None:
-    """Return the folder of an argument such as out=FOLDER. Raises UserError for another one."""
+    """Return the folder of an argument such as out=FOLDER. Raises UserError for an argument of another form."""
     key, _, folder = (out or "").partition("=")
     if out is not None and (key != "out" or not folder):
         raise UserError(f"{out}: expected out=FOLDER")
@@ -31,7 +31,7 @@ def folder_of(out: str | None) -> str | None:
 
 
 def show(folder: str) -> None:
-    """Print where a table is, and the line that reads it."""
+    """Print where a table is, and the line of Python that reads it."""
     console.print(f"{folder}\nto read it: pandas.read_parquet({folder!r})", markup=False, soft_wrap=True)
 
 
@@ -175,7 +175,7 @@ def curate(
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as 1000,100. Raises UserError for another text."""
+    """Return the numbers in a list such as 1000,100. Raises UserError for text of another form."""
     with explained(f"--clusters {text}: expected whole numbers, separated by commas", ValueError, why=False):
         return [int(number) for number in text.split(",") if text]
 

@@ -39,7 +39,7 @@ Architecture = Annotated[
 
 
 def first(backbone: str) -> str:
-    """Raise UserError for an option in the place of the backbone, which the parser takes for one."""
+    """Return the backbone. Raises UserError for an option in its place, which the parser takes for the backbone."""
     if backbone.startswith("-"):
         raise UserError(f"{backbone}: expected the backbone before all options")
     return backbone
@@ -113,12 +113,12 @@ def evaluate(
 
 def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: bool) -> None:
     """Evaluate, print the scores, and exit with status 2 when a protocol could not be run."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, silent: read when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences PyTorch's profiler; read when torch is imported
     refused = False
     with silence(as_json or form is Format.json):
         try:
             scores = eagleray.evaluate(backbone, **options)
-        except eagleray.Refused as e:  # what was refused is printed already, when its turn came
+        except eagleray.Refused as e:  # the reasons are printed already, as each was refused
             scores, refused = e.scores, True
     if as_json:
         print(json.dumps(scores))
@@ -131,7 +131,7 @@ def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: b
 
 
 def settings(words: Sequence[str]) -> dict[str, str]:
-    """Parse `--k 10` and `--k=10` into settings by name. Raises UserError."""
+    """Parse `--k 10` and `--k=10` into settings by name. Raises UserError for words of another form."""
     found: dict[str, str] = {}
     rest = list(words)
     while rest:
@@ -139,7 +139,7 @@ def settings(words: Sequence[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key or not (equals or rest):
             raise UserError(f"{word}: expected --SETTING VALUE after the backbone")
-        if key in ("backbone", "plugins", "protocols"):  # what the function has beside the settings
+        if key in ("backbone", "plugins", "protocols"):  # arguments of eagleray.evaluate, but no settings
             raise UserError(f"--{key}: no such option; `eagleray evaluate --help` lists the options")
         found[key.replace("-", "_")] = value if equals else rest.pop(0)
     return found

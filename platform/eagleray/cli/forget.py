@@ -8,7 +8,7 @@ import eagleray
 from eagleray.base.console import out as console
 from eagleray.cli.options import Plugins
 
-SHOWN = 5  # keys that are named of those that were not found
+SHOWN = 5  # most keys that are printed of those that were not found
 
 
 def forget(

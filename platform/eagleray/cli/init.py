@@ -1,4 +1,4 @@
-"""Define the command init, which writes a recipe for one's own images."""
+"""Define the command init, which writes a recipe for the user's own images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from eagleray.datasets.survey import Survey
     from eagleray.runs.recipe import Recipe
 
-# The recipe that each method starts from, where it is not its first one on ImageNet.
+# The shipped recipe on which a method's new recipe is based; for other methods, their first recipe on ImageNet.
 BASES: Mapping[str, str] = {
     "dino": "dino_vits16_in1k_ep100",
     "ibot": "ibot_vits16_in1k_ep800",
@@ -31,12 +31,12 @@ BASES: Mapping[str, str] = {
     "selfpatch_moby": "selfpatch_moby_vitxs16_coco_ep200",
 }
 LABELLED = ("supervised", "drloc")
-USUAL = 224  # pixels of the crops of nearly all recipes
-LEAST_SIDE = 16  # pixels of images that a backbone can still divide into patches
-LARGE = 2.5  # times the crops' size from which on JPEGs are decoded at a part of theirs
-FEW = 20_000  # images below which public weights are proposed to start from
-RENTED = ("l4", "h100")  # kinds of GPU whose hours are said where this machine has none
-MANY = 10**6  # images; from here on a folder is slow to list and to read
+USUAL = 224  # side in pixels of the crops of nearly all recipes
+LEAST_SIDE = 16  # smallest side in pixels of images that a backbone can divide into patches
+LARGE = 2.5  # ratio of the images' to the crops' side from which JPEGs are decoded at a part of their size
+FEW = 20_000  # number of images below which public weights are recommended
+RENTED = ("l4", "h100")  # kinds of GPU for which hours are forecast if this machine has no GPU
+MANY = 10**6  # number of images above which a folder is slow to list and to read
 
 
 def init(
@@ -99,7 +99,7 @@ def init(
 
 
 def here(may_have_gpu: bool) -> tuple[int, str]:
-    """Return the number of GPUs of this machine, and what they are."""
+    """Return the number of GPUs of this machine, and their names and memory as text."""
     if not may_have_gpu:
         return 0, "this machine has no GPU"
     say_loading()
@@ -113,8 +113,8 @@ def here(may_have_gpu: bool) -> tuple[int, str]:
 def forecasts(
     file: Path, images: int, seen: "Survey | None", kinds: Sequence[str] | None, gpus: int, price: float | None
 ) -> Iterator[str]:
-    """Yield a line about memory, hours and cost of a recipe on each kind of GPU, by default this machine's or, where it
-    has none, on some that can be rented."""
+    """Yield a line about memory, hours and cost of a recipe for each kind of GPU in `kinds`, by default for the GPU of
+    this machine or, without one, for the kinds in RENTED."""
     say_loading()
     from eagleray.runs import recipe
     from eagleray.runs.local_forecast import loader_rate
@@ -151,7 +151,7 @@ def forecasts(
 
 
 def check_names(data: str, file: Path) -> None:
-    """Raise UserError when the recipe could not be read at the name of its file, or could not name its data."""
+    """Raises UserError when a name is not UTF-8, as a recipe has to be, or `file` does not end in .yaml or .yml."""
     for what, name in (("DATA", data), ("--out", str(file))):
         other = f"{what} {name!a}: the name is not UTF-8, as a recipe has to be; rename it"
         with explained(other, UnicodeEncodeError, why=False):
@@ -161,7 +161,8 @@ def check_names(data: str, file: Path) -> None:
 
 
 def base_of(method: str) -> str:
-    """Return the name of the shipped recipe on which a method's new recipe is based. Raises UserError."""
+    """Return the name of the shipped recipe on which a method's new recipe is based. Raises UserError for an unknown
+    method and for one that needs labels."""
     from eagleray.cli.recipes import facts
     from eagleray.config import bundled
 
@@ -185,7 +186,8 @@ def text(
     machine: str = "",
 ) -> str:
     """Return the YAML of a recipe that changes a shipped one, `base`; a comment gives the reason for each value. The
-    short side of the images is `size` pixels, by default as `seen`, or 224. Raises UserError."""
+    short side of the images is `size` pixels, by default that of `seen`, or 224. Raises UserError for too few
+    images."""
     from eagleray.config import bundled
     from eagleray.runs import fit, recipe
 
@@ -228,7 +230,7 @@ def crops(side: int) -> str:
 
 
 def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None") -> Iterator[str]:
-    """Yield what a user should know beside the values: where to start from, and what images need other keys."""
+    """Yield advice besides the recipe's values: which weights to start from, and which images need further keys."""
     from eagleray.runs.fit import PUBLIC, SMALL
 
     network = PUBLIC.removeprefix("timm:").partition(".")[0]

@@ -85,8 +85,8 @@ def submit(
 
 
 def parse(command: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments and the options, by name, of the words that follow a command. Its own parser reads them: it
-    exits with 2 for an unknown option, a value of the wrong type or a missing argument. Raises UserError."""
+    """Return the arguments, and the options by name, in the words after a command, as its own parser reads them: it
+    exits with 2 for an unknown option, a wrong type or a missing argument. Raises UserError for stray words."""
     from eagleray.cli.evaluate import settings
     from eagleray.cli.main import app
 
@@ -125,7 +125,7 @@ def jobs(
         rows.append((j.id, j.user, state, j.command, j.recipe, j.out, since, length, status))
     for line in aligned(rows):
         say(line)
-    newest = {(j.command, j.out): j for j in runs}  # the oldest come first
+    newest = {(j.command, j.out): j for j in runs}  # jobs come oldest first, so the newest stays
     for j in runs:
         if said := j.waits or (j.message if j.state == "failed" and j is newest[j.command, j.out] else ""):
             say(f"{j.id}: {said}")

@@ -341,7 +341,7 @@ data.command()(embed.measure)
 data.command()(embed.cluster)
 data.command("map")(embed.data_map)
 
-# As `eagleray --help` shows them: by task, in the order in which a user needs them.
+# Commands as `eagleray --help` shows them: by task, in the order in which a user needs them.
 GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
     "Images": (shard, index, prepare, embed.curate),
     "Recipes": (init.init, catalogue.list_, show, plan.plan),
@@ -350,7 +350,7 @@ GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
     "Backbones": (evaluate.evaluate, embed.embed, export, verify.verify),
     "Clusters": (jobs.submit, jobs.jobs, jobs.logs, jobs.stop),
 }
-# Unknown options are settings of protocols, or options of the command that is submitted, which check them.
+# Commands that accept unknown options: settings of protocols, or options of a submitted command, are checked later.
 OPEN: Mapping[Callable[..., None], dict[str, bool]] = {
     evaluate.evaluate: {"allow_extra_args": True, "ignore_unknown_options": True},
     jobs.submit: {"ignore_unknown_options": True},
@@ -362,8 +362,8 @@ for panel, commands in GROUPS.items():
 
 
 def main() -> Any:
-    """Run the command line. The exit status is 0 for success, 2 for wrong input, 75 where a store or a server stayed
-    away, and 1 for anything else."""
+    """Run the command line. The exit status is 0 for success, 2 for wrong input, 75 when a store or a server did not
+    answer, and 1 for any other failure."""
     try:
         sys.exit(app(prog_name="eagleray", standalone_mode=False))
     except UsageError as e:

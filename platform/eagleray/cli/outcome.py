@@ -13,11 +13,11 @@ from eagleray.base.console import out
 if TYPE_CHECKING:
     from eagleray.api.run import Run
 
-TIME_OVER = 124  # the status with which `timeout` ends, too
+TIME_OVER = 124  # exit status, as of the command `timeout`
 
 
 def show_run(run: "Run", as_json: bool) -> None:
-    """Print a run's results, or exit with 1 when the run was stopped, and TIME_OVER when its hours were over."""
+    """Print a run's results. If it has not finished, exit with TIME_OVER if `max_hours` ended it, otherwise with 1."""
     if not run.finished:
         sys.exit(TIME_OVER if run.time_over else 1)
     if as_json:

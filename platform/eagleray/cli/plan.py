@@ -15,7 +15,7 @@ from eagleray.cli.options import Json, Overrides, Plugins, RecipeName
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """A context without garbage collection, which takes a tenth of the time that PyTorch takes to import."""
+    """A context without garbage collection, which takes up a tenth of the time of importing PyTorch."""
     gc.disable()
     try:
         yield

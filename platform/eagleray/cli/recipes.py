@@ -11,7 +11,7 @@ from eagleray.base.errors import UserError
 from eagleray.config import bundled
 from eagleray.config.published import numbers
 
-# Where to begin with a folder of one's own, and what each is good for.
+# Recipes to begin with for a folder of images, and what each is good for.
 FIRST: Mapping[str, str] = {
     "dino_vits16_in1k_ep100": "DINO on ViT-S/16: features for kNN and retrieval; the default of `eagleray init`",
     "mocov3_vits16_in1k_ep300": "MoCo v3 on ViT-S/16: two crops, so half the memory of DINO",
@@ -39,9 +39,9 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def matching(words: Sequence[str], *, method: str = "", backbone: str = "", data: str = "") -> list[dict[str, Any]]:
-    """Return the facts of the recipes that match all filters: `method` is the method's name, `backbone` and `data`
-    are parts of theirs, and each word must occur in the name, the model or the description. Raises UserError when
-    none match."""
+    """Return the facts of the recipes that match all filters: `method` is the method's name, `backbone` part of the
+    backbone's or model's name, `data` part of the data's name or the description, and each word part of the recipe's
+    name, the model's name or the description. Raises UserError when none match."""
     every = [facts(name) for name in bundled.names()]
     methods = sorted({one["method"] for one in every})
     if method and method not in methods:
@@ -72,7 +72,7 @@ def show(words: Sequence[str], *, method: str = "", backbone: str = "", data: st
         out.print(two_columns(FIRST), "\nAll recipes:", sep="\n")
     if out.is_terminal:
         out.print(table(rows))
-    else:  # a line for each, for grep
+    else:  # one line per recipe, for grep
         for row in rows:
             print(f"{row['name']:<48} {best(row):<28} {row['about']}")
     out.print(f"{len(rows)} recipes; `eagleray show NAME` prints one with every default", markup=False)

@@ -1,4 +1,4 @@
-"""Define the commands report and watch, which write and serve pages about runs, runs, which lists them, and track."""
+"""Define the commands report and watch for pages about runs, runs, which lists runs, and track, which uses MLflow."""
 
 import contextlib
 import json

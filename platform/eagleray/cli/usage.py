@@ -8,7 +8,7 @@ import typer
 
 from eagleray.base.errors import UserError
 
-# Of click, which typer brings along: its own name is private to typer or another package's, as the version has it.
+# click's UsageError, taken from typer's class: depending on its version, typer contains click or uses the package.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 RENAMED = {"data": "data.train", "lr": "optim.lr.value"}  # names that users of other tools type
 
@@ -44,7 +44,7 @@ def _key_of(word: str) -> str:
 
 
 def _values(option: str) -> Iterator[str]:
-    """Yield what follows an option on the command line, each time that it is given."""
+    """Yield the value of an option on the command line, each time that the option is given."""
     for word, following in zip(sys.argv[1:], [*sys.argv[2:], "VALUE"], strict=True):
         if word.startswith(f"{option}="):
             yield word.partition("=")[2]

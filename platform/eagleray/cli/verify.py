@@ -1,4 +1,4 @@
-"""Define the command verify, which checks that an export is as it was written."""
+"""Define the command verify, which checks that an export has not changed since it was written."""
 
 import json
 from typing import Annotated

@@ -14,7 +14,7 @@ from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
 FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
-FIRST = "dino_vits16_in1k_ep100"  # example of a recipe in messages about a missing one
+FIRST = "dino_vits16_in1k_ep100"  # the recipe that errors about a missing recipe name as an example
 SCHEDULES = "detection"  # folder of pipelines/ with detectors' schedules instead of recipes
 
 
@@ -59,7 +59,7 @@ def recipe(name: str) -> ShippedRecipe:
                 f"{name}: no recipe and no run; expected RECIPE first, such as `{FIRST} {key}`; `eagleray list "
                 "recipes` lists all, and `eagleray init FOLDER` writes one for images of your own"
             )
-        begins = {known[: len(name)]: known for known in reversed(names())}  # the name may be incomplete
+        begins = {known[: len(name)]: known for known in reversed(names())}  # `name` may be the beginning of a name
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
         near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)
         raise UserError(f"{name}: no recipe of this name{near}; see `eagleray list recipes`")

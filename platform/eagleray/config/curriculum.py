@@ -1,7 +1,7 @@
-"""Cheaper steps in the first part of the training: smaller views, or views of which a ViT sees some of the patches.
+"""Makes steps in the first part of training cheaper: views are smaller, or a ViT sees only some of their patches.
 
-Smaller views: FastDINOv2 (Zhang et al. 2025, arXiv:2507.03779). Fewer patches: PatchDropout (Liu et al. 2022,
-arXiv:2208.07220).
+FastDINOv2 (Zhang et al. 2025, arXiv:2507.03779) uses smaller views, PatchDropout (Liu et al. 2022, arXiv:2208.07220)
+fewer patches.
 """
 
 import itertools
@@ -45,9 +45,9 @@ class PhaseViews(NamedTuple):
 
 
 def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> tuple[PhaseViews, ...]:
-    """Return the views of every phase of a training, and the share of patches that a trained ViT sees of them.
+    """Return the views of every phase of a training, and the share of their patches that a trained ViT sees.
 
-    Only the size of views and this share depend on the phase; the last phase has the views as stated and all patches.
+    Phases differ only in the size of views and in this share. The last phase has `views` unchanged and all patches.
     Raises UserError when a phase has no epoch, or when its sizes do not fit the views."""
     out: list[PhaseViews] = []
     ends = [0, *(round(phase.until * epochs) for phase in curriculum)]
@@ -69,7 +69,7 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
         for j, (size, view) in enumerate(zip(phase.sizes, views, strict=True)):
             if size > view.size:
                 raise UserError(f"{key}.sizes: {size} pixels are more than the {view.size} of views.{j}.size")
-            if size != smaller[view.size]:  # methods compare views of one size with each other
+            if size != smaller[view.size]:  # methods compare views of equal size with each other
                 raise UserError(
                     f"{key}.sizes: {size} and {smaller[view.size]} pixels for views of one size, {view.size}; expected "
                     "one size for all of them"

@@ -29,7 +29,7 @@ from eagleray.config.tree import STRICT
 
 GROUP = "eagleray.plugins"
 FOLDER = "plugins"  # subfolder of a run folder, and of a job's package, for plug-ins
-Sources = dict[str, bytes]  # keys are paths below the folder that Python imports from
+Sources = dict[str, bytes]  # contents of files, by path below the folder that Python imports from
 
 
 @checked(frozen=True, config=STRICT)
@@ -81,7 +81,7 @@ def load(name: str, *folders: Path, sha256: str | None = None) -> Plugin:
     known = _LOADED.get(plugin.name)
     if known and known.plugin == plugin:
         return plugin
-    if known:  # the file has changed since, as in a notebook
+    if known:  # the file has changed since its import, as it may while a notebook is open
         _unload(module_name)
     module = _import(module_name, copy, plugin.name, is_file=is_file)
     installed = not is_file and "site-packages" in copy.folder.parts
@@ -96,7 +96,7 @@ def use(names: Iterable[str | Path]) -> None:
 
 
 def load_installed() -> None:
-    """Import the plug-ins that installed packages declare as entry points. Raises PluginError."""
+    """Import the plug-ins that installed packages declare as entry points. Raises PluginError when an import fails."""
     for module in _announced(tuple(sys.path)):
         if module not in _LOADED:
             load(module)
@@ -104,15 +104,15 @@ def load_installed() -> None:
 
 @functools.cache
 def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules of all entry points of eagleray's group; the cache is valid for this `path`, `sys.path`."""
+    """Return the modules of all entry points of GROUP. `path` is `sys.path`, and only the key of the cache."""
     return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> list[dict[str, str]]:
     """Load the plug-ins that a recipe in `folder` lists, and return their names and digests for the resolved recipe.
 
-    With `named`, for a stranger's recipe, raises PluginError for a plug-in that the user has not named before, without
-    loading it; always for one whose source differs from the digest of a resolved recipe."""
+    With `named`, for a stranger's recipe, nothing is loaded, and a plug-in that the user has not named before raises
+    PluginError. So does a plug-in whose source differs from its digest in a resolved recipe."""
     folders = [folder / FOLDER, folder] if folder else []
     plugins: dict[str, Plugin] = {}
     for name, digest in _entries(listed):
@@ -132,12 +132,12 @@ def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> 
 
 
 def unnamed(listed: Any) -> list[str]:
-    """Return the names of plug-ins that a recipe lists and that are not loaded. Raises PluginError for no list."""
+    """Return the names of listed plug-ins that are not loaded. Raises PluginError when `listed` is no list."""
     return [name for name, _ in _entries(listed) if _known(name) is None]
 
 
 def _entries(listed: Any) -> list[tuple[str, str | None]]:
-    """Return the names that a recipe lists, with digests if it is resolved. Raises PluginError for no such list."""
+    """Return each listed name with its digest or None. Raises PluginError when `listed` is no list of plug-ins."""
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str | Mapping) for item in listed):
         raise PluginError(f"plugins: expected a list of files and modules, got {repr(listed)[:80]}")
     return [(i, None) if isinstance(i, str) else (str(i.get("name", "")), i.get("sha256")) for i in listed]
@@ -163,7 +163,7 @@ def loaded_plugins() -> dict[str, Plugin]:
 def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
     """Return the loaded plug-in that has registered something under this name; backbones are registered with timm."""
     if kind == "backbone":
-        timm = sys.modules.get("timm")  # a plug-in with a backbone has imported timm
+        timm = sys.modules.get("timm")  # if no plug-in has imported timm, none has registered a backbone
         module = timm.model_entrypoint(name).__module__ if timm and timm.is_model(name) else ""
     else:
         entry = register.entries(kind).get(name)
@@ -191,8 +191,8 @@ def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
 def install(packed: Mapping[str, Sources]) -> None:
     """Import plug-ins whose sources another process has packed.
 
-    They are first written into a folder of the user's cache, one for all processes that are sent the same sources.
-    Raises PluginError when that or an import fails."""
+    The sources are first written into a folder of the user's cache, which all processes that get the same sources
+    share. Raises PluginError when writing or an import fails."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
         together = PluginCopy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
@@ -204,7 +204,7 @@ def install(packed: Mapping[str, Sources]) -> None:
 
 
 def write(folder: Path, sources: Sources) -> None:
-    """Write those of a plug-in's files that are missing below a folder or differ. Readers never see half a file."""
+    """Write a plug-in's files below a folder, except those that are there unchanged. Readers never see half a file."""
     for relative, data in sources.items():
         path = folder / relative
         if not (path.is_file() and path.read_bytes() == data):
@@ -214,7 +214,7 @@ def write(folder: Path, sources: Sources) -> None:
 
 
 def _files(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
-    """Return all copies of a plug-in file, at least one. Raises PluginError."""
+    """Return all existing copies of a plug-in file. Raises PluginError when there is none or one cannot be read."""
     paths = [path for path in (Path(name), *(folder / name for folder in folders)) if path.is_file()]
     with explained(f"plugins: {name}: cannot be read", OSError, error=PluginError):
         copies = [PluginCopy(path.parent, {path.name: path.read_bytes()}) for path in paths]
@@ -224,12 +224,12 @@ def _files(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
 
 
 def _packages(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
-    """Return all copies of a plug-in module, at least one. Raises PluginError.
+    """Return all existing copies of a plug-in module. Raises PluginError when there is none.
 
     A copy has every Python file of the top-level package, so that a change anywhere in it is noticed."""
     top = name.partition(".")[0]
     specs = [PathFinder.find_spec(top, [str(folder)]) for folder in (Path.cwd(), *folders)]
-    with contextlib.suppress(ImportError, ValueError):  # the name may not be that of a module
+    with contextlib.suppress(ImportError, ValueError):  # `top` may be text that cannot name a module
         specs.append(importlib.util.find_spec(top))
     copies = []
     for spec in specs:
@@ -249,14 +249,14 @@ def _packages(name: str, folders: Iterable[Path]) -> list[PluginCopy]:
 
 
 def _import(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> ModuleType:
-    """Import a plug-in from its folder. Raises PluginError."""
+    """Import a plug-in from its folder. Raises PluginError when another module has its name or the import fails."""
     _check_name(module_name, copy, name, is_file=is_file)
     before = set(sys.modules)
     try:
         if not is_file:
             _prefer(copy.folder, module_name.partition(".")[0])
             return importlib.import_module(module_name)
-        if module_name in sys.modules:  # the same file, which the user's own code has imported
+        if module_name in sys.modules:  # the user's own code has imported this file; _check_name refuses others
             return sys.modules[module_name]
         spec = importlib.util.spec_from_file_location(module_name, copy.folder / f"{module_name}.py")
         assert spec is not None

@@ -41,8 +41,8 @@ class Schedule:
     inclusive: bool = False  # the last warm-up step has `value` already (DINO), not the first after it (MoCo v3)
     per_epoch: bool = False  # the value changes between epochs only
     straight: bool = False  # a straight line to `end` instead of a cosine (DRLoc's weight)
-    # Follow timm's scheduler, which MoBY calls after each step: the schedule lags by one step, so the first two are
-    # equal, and the cosine starts at step 0, so `value` is never quite reached.
+    # Follow timm's scheduler, which MoBY calls after each step: values lag by one step, so the first two are equal, and
+    # the cosine starts at step 0 instead of after the warm-up, so `value` is never quite reached.
     timm: bool = False
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Schedule:
             raise ValueError(f"drops={list(self.drops)} and end={self.end}: expected only one of them")
 
     def __call__(self, at: Progress) -> float:
-        ticks = 1 if self.per_epoch else at.steps_per_epoch  # changes of the value in an epoch
+        ticks = 1 if self.per_epoch else at.steps_per_epoch  # number of times per epoch that the value changes
         now = max((int(at.epoch) if self.per_epoch else at.step) - self.timm, 0)
         warm = self.warmup * ticks
         if now < warm:
@@ -61,5 +61,5 @@ class Schedule:
         left = max(at.epochs * ticks - begin, 1)
         if self.straight:
             return self.end + (self.value - self.end) * (1 - min(now - begin, left) / left)
-        # As in DINO, the product comes before the quotient: 1 + cos loses digits near pi, and the order decides which.
+        # Multiplied before divided, as in DINO: near pi, 1 + cos loses digits, so that this order changes the result.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

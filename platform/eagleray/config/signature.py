@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-Fields = dict[str, tuple[Any, Any]]  # (annotation, default) by parameter; default `...`: required
+Fields = dict[str, tuple[Any, Any]]  # (annotation, default) by parameter; `...` is the default of a required one
 
-# Packages that are imported to evaluate their names: none of these loads PyTorch.
+# Packages that may be imported to evaluate a name that comes from them, as none of them loads PyTorch.
 LIGHT = ("annotated_types", "collections", "dataclasses", "eagleray.config", "numbers", "pydantic", "typing")
 
 
@@ -93,12 +93,12 @@ def headline(module: str) -> str:
 
 
 class _Source(dict[str, Any]):
-    """The values of a module's names, found when they are first asked for, in its source and the modules it imports."""
+    """Maps the names of a module to their values, computed at first use from its source and the modules it imports."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
         super().__init__()
         self.module, self.tree, self.assigned = module, tree, _assigned(tree.body)
-        self.imported: dict[str, tuple[str, str | None]] = {}  # (module, name in it); None: the module itself
+        self.imported: dict[str, tuple[str, str | None]] = {}  # (module, name in it), or (module, None) for a module
         for node in tree.body:
             match node:
                 case ast.Import(names=names):
@@ -118,11 +118,11 @@ class _Source(dict[str, Any]):
 
     @property
     def light(self) -> bool:
-        """Return whether this module imports light modules only, so that it may be imported itself."""
+        """Return whether this module imports only modules of LIGHT packages, so that it may be imported itself."""
         return all(_light(module) for module, _ in self.imported.values())
 
     def is_beside(self, module: str) -> bool:
-        """Return whether another module is of the same package."""
+        """Return whether another module is in the same top-level package."""
         return module.partition(".")[0] == self.module.partition(".")[0]
 
     def annotation(self, node: ast.expr | None) -> Any:

@@ -21,20 +21,20 @@ class Source:
 
     docs/select.md describes the expressions."""
 
-    url: str  # folder, glob or brace pattern of shards; local, or in a store by its URL
+    url: str  # folder, glob or brace pattern of shards, as a local path or a store's URL
     repeat: Annotated[int, Field(gt=0)] = 1
     where: str | None = None  # SQL expression over a sample's columns; only samples for which it is true are read
     weight: str | None = None  # SQL expression for how often an epoch reads a sample, on average
     exclude: str | None = None  # Parquet or CSV file with a column `key`, the keys of samples that are not read
-    columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # Parquet or CSV files with further columns
+    columns: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()  # Parquet or CSV files with more columns
     share: Annotated[float, Field(gt=0)] | None = None  # part of an epoch, relative to the shares of other sources
-    image: str | None = None  # column of the images in Parquet files; by default the only possible one
+    image: str | None = None  # column of the images in Parquet files; needed if several columns may hold images
     label: str | None = None  # column of the classes in Parquet files; None: no classes
     licence: str | None = None  # licence of the images, if no data card beside them states it
 
     @property
     def selects(self) -> bool:
-        """Return whether more than the URL and the repeat count decides what is read."""
+        """Return whether expressions, excluded keys or a share select samples, besides the URL and the repeat count."""
         return any((self.where, self.weight, self.exclude, self.share))
 
 

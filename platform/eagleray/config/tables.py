@@ -1,4 +1,4 @@
-"""Expands a recipe file into its recipes: a single one, a list of named ones, or a grid with axes."""
+"""Expands a recipe file into its recipes: a single one, several named ones, or a grid over the values of axes."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ class ShippedRecipe:
     keys: Mapping[str, Any]
     about: str  # sentence that describes the recipe
     note: str  # full sentences on what the recipe assumes and how it differs from the published one
-    published: tuple[Mapping[str, Any], ...]  # each: metrics by name; source, data, epochs or note
-    cost: Mapping[str, Any]  # hours, gpus or tpus, source or note; empty if not published
-    ours: Mapping[str, Any]  # metrics measured here, `untrained` or `note`; empty if not run
+    published: tuple[Mapping[str, Any], ...]  # for each result its metrics by name, and source, data, epochs or note
+    cost: Mapping[str, Any]  # keys hours, gpus or tpus, source and note; empty if not published
+    ours: Mapping[str, Any]  # metrics of our own run, `untrained` and `note`; empty if not run
 
 
 def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expand(path: Path, tree: Mapping[str, Any]) -> list[ShippedRecipe]:
-    """Return the recipes of a file in their order. Raises RecipeError for a wrong layout."""
+    """Return the recipes of a file in the file's order. Raises RecipeError for a wrong layout."""
     shared = {key: value for key, value in tree.items() if key not in LAYOUT}
     if "axes" in tree:
         rows = _grid(path, tree, shared)
@@ -52,7 +52,7 @@ Row = tuple[str, dict[str, Any], Mapping[str, Any], Mapping[str, str]]
 
 
 def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for every combination of the axes' values, in the order of the axes."""
+    """Yield a row for every combination of the axes' values; the value of the last axis changes fastest."""
     axes = _mapping(path, "axes", tree["axes"])
     exceptions = tree.get("exceptions", [])
     printed = _mapping(path, "published", shared.pop("published", {}))
@@ -84,7 +84,7 @@ def _grid(path: Path, tree: Mapping[str, Any], shared: dict[str, Any]) -> Iterat
 
 
 def _formatted(expected: str, pattern: Any, values: Mapping[str, Any]) -> str:
-    """Return a pattern with values in its braces. Raises RecipeError, which begins with `expected`, if that fails."""
+    """Return `pattern` with `values` in its braces. Raises RecipeError, which begins with `expected`, if that fails."""
     try:
         return str(pattern.format(**values))
     except (KeyError, ValueError, AttributeError) as e:
@@ -142,8 +142,8 @@ def _shipped(
 def published_entries(path: Path, name: str, numbers: Any, defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield every published result as a mapping of metrics.
 
-    `numbers` is a mapping, a single number, or a list of these. A number belongs to the metric that `defaults` names.
-    """
+    `numbers` is a mapping, a single number, or a list of these. A single number is the value of the metric that
+    `defaults` names."""
     for one in numbers if isinstance(numbers, list) else [numbers] if numbers not in (None, {}) else []:
         if isinstance(one, int | float) and "metric" in defaults:
             one = {defaults["metric"]: one}

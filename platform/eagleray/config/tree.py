@@ -27,9 +27,9 @@ from eagleray.base.errors import UserError, has_secrets, named
 from eagleray.config import register, signature, yaml_text
 from eagleray.config.yaml_text import validate_written
 
-ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names of alternatives
+ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names of union members
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-LONGEST, MOST = 300, 10  # most characters of a message about a key, and most keys in an error
+LONGEST, MOST = 300, 10  # most characters of the message about one key, and most keys in one error
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         raise RecipeError(f"{source}: " + "; ".join(lines[:MOST] + more)) from None
     if path := yaml_text.find(tree, lambda value: isinstance(value, float) and not math.isfinite(value)):
-        raise RecipeError(f"{source}: {path}: expected a finite number")  # NaN does not equal itself
+        raise RecipeError(f"{source}: {path}: expected a finite number")  # with NaN, no recipe equals its copy
     return checked
 
 
@@ -145,7 +145,7 @@ def override(item: str) -> dict[str, Any]:
         raise RecipeError(f"{key}={text!a}: the name is not UTF-8, as a recipe has to be; rename it") from None
     except ValueError as e:
         raise RecipeError(f"{key}: {e}") from None
-    except yaml.YAMLError:  # not YAML: a brace pattern such as {00..12}, or a list of them
+    except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of such patterns, is not YAML
         listed = text.startswith("[") and text.endswith("]")
         value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
@@ -156,12 +156,12 @@ def override(item: str) -> dict[str, Any]:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees key by key. If both have a value of a key, also a list, that of `over` is taken.
+    """Merge two trees. Mappings are merged key by key; any other value of `over`, lists too, replaces that of `under`.
 
-    The keys 0, 1, ... over a list of mappings change its entries: `views.1.blur=0.5`."""
+    A mapping with the keys 0, 1, ... changes the entries of a list of mappings: `views.1.blur=0.5`."""
     out = dict(under)
     for key, value in over.items():
-        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces
+        nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces a mapping
         entries = out.get(key)
         if isinstance(entries, list) and isinstance(value, dict) and value.keys() <= {*map(str, range(len(entries)))}:
             out[key] = [merge(entry, value.get(str(i), {})) for i, entry in enumerate(entries)] if value else value
@@ -310,7 +310,7 @@ def nearest_key(loc: Sequence[Any], kind: Any, section: str = "") -> str:
     """Return a hint for the end of an error message: the full key that was probably meant by the unknown key `loc`.
 
     `loc` is a path below the dataclass or model `kind`, and `section` the recipe's section that it describes, such as
-    `method.`. A key of another section, such as `epochs` for `optim.epochs`, counts too."""
+    `method.`. Keys of other sections are suggested too, such as `optim.epochs` for `epochs`."""
     word, beside = str(loc[-1]), allowed_keys(kind, loc[:-1])
     if len(loc) == 1 and not section and (elsewhere := keys_named(word, kind)):
         return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
@@ -327,7 +327,7 @@ def keys_named(word: str, kind: Any) -> list[str]:
 
 
 def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
-    """Yield pydantic's errors, with those of all alternatives of one key, such as a number or `auto`, as one."""
+    """Yield pydantic's errors, those about the alternatives of one key, such as a number or `auto`, joined into one."""
     for (_, one_of_several), group in groupby(errors, lambda e: key_of(e["loc"])):
         first, *others = group
         if one_of_several:
@@ -338,7 +338,7 @@ def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
 
 
 def key_of(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return an error's path without pydantic's name of an alternative at its end, and whether it had one."""
+    """Return an error's path without the name of a union's type, which pydantic may append, and whether it did."""
     tagged = bool(loc) and ALTERNATIVE.match(str(loc[-1])) is not None
     return (loc[:-1], True) if tagged else (loc, False)
 

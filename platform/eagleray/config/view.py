@@ -48,7 +48,7 @@ def check_applied(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 # Operations on the training device, in their default order; a name is also the key of the operation's probability.
 APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
-# Keys of operations that move pixels after the crop, or may do so: the crop's box then does not tell where they were.
+# Keys of operations that may move pixels after the crop: its box then does not tell where in the image they were.
 MOVING = ("recrop", "rotate", "randaugment", "operations")
 CUTOUT, NOISE_STD = (1 / 16, 1 / 4), (0.02, 0.2)
 Area = Annotated[tuple[float, float], AfterValidator(check_area)]
@@ -109,7 +109,7 @@ class View:
 
 
 def check_views(views: tuple[View, ...]) -> tuple[View, ...]:
-    """Return the views. Raises ValueError when `same_crop` is set without a view before it with the same ranges."""
+    """Return the views. Raises ValueError when a view with `same_crop` does not follow a view with the same ranges."""
     for row, view in enumerate(views):
         before = views[row - 1] if row else None
         if view.same_crop and (before is None or (view.scale, view.ratio) != (before.scale, before.ratio)):

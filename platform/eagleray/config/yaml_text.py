@@ -45,7 +45,7 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # YAML 1.1's types and merge keys (`<<`) are off
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ValueError for a duplicate key, with both lines, and for a key that is a list or mapping."""
+        """Raises ValueError for a key that is a list or mapping, and for a key that stands twice, with both lines."""
         lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
@@ -58,9 +58,9 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 
-# It has the resolvers of both versions, so that text which either would read as something else is quoted.
+# Has the resolvers of YAML 1.1 and 1.2, so that text which either version would read as another type is quoted.
 class YamlDumper(yaml.SafeDumper):
-    """Writes YAML that both this loader and one of YAML 1.1 read as the same value."""
+    """Writes YAML that YamlLoader and loaders of YAML 1.1 read as the same value."""
 
 
 def _null(loader: Any, node: yaml.ScalarNode) -> None:
@@ -118,7 +118,7 @@ _register()
 
 
 def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
-    """Return a tree with Python's own numbers; numbers whose id is in `texts` become the text that was written."""
+    """Return a tree with int and float in place of Int and Float, or with their text if their id is in `texts`."""
     if isinstance(value, Int | Float):
         if id(value) in texts:
             return value.text
@@ -131,7 +131,7 @@ def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
 
 
 CHARACTERS = 2**20
-VALUES = 100_000  # most values of a document, aliases written out
+VALUES = 100_000  # most values of a document, where each alias counts as a copy
 DEPTH = 64  # most levels of nested lists and mappings
 DIGITS = 100  # most digits of a number: the time to read it grows with their square
 LARGEST = 2**63 - 1
@@ -143,7 +143,7 @@ DEEP = f"lists and mappings nested in each other more than {DEPTH} deep"
 def parse(text: str) -> Any:
     """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML.
 
-    Raises ValueError for a duplicate key, and for text beyond the bounds before it takes memory or time."""
+    Raises ValueError for a duplicate key, and for text beyond the limits above, before it takes memory or time."""
     return plain(parse_written(text))
 
 
@@ -224,8 +224,8 @@ OTHER_KINDS = (*TEXT, "tuple_type", "list_type", "dict_type", "dataclass_type", 
 def validate_written(validate: Callable[[Any], T], tree: Any) -> T:
     """Validate a tree that `parse_written` has read, with a function of pydantic, and return the function's result.
 
-    The types decide which values are text, and only pydantic knows them: where it expects text and got a number, it
-    gets the number as it was written. Raises ValidationError when the tree does not fit the types."""
+    Only pydantic knows which keys expect text. Where it reports a number in place of text, the tree is validated again
+    with the text of that number as it was written. Raises ValidationError when the tree does not fit the types."""
     try:
         return validate(plain(tree))
     except ValidationError:
@@ -254,11 +254,11 @@ def _expected_texts(error: ValidationError) -> frozenset[int]:
     for line in _lines(error):
         if isinstance(line["input"], Int | Float):
             kinds.setdefault(id(line["input"]), set()).add(line["type"])
-    # A number stays one if it is merely too small for one alternative of its key, such as `int | str`.
+    # If a key also allows numbers, such as `int | str`, and this one is only too small, it is not taken as text.
     return frozenset(i for i, found in kinds.items() if found & {*TEXT} and found <= {*OTHER_KINDS})
 
 
 def _lines(error: ValidationError) -> Iterator[Any]:
     for line in error.errors():
-        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # a part of the recipe has its own model
+        inner = getattr(line.get("ctx", {}).get("error"), "cause", None)  # the error of a Part's own model
         yield from _lines(inner) if isinstance(inner, ValidationError) else [line]

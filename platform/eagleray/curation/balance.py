@@ -1,6 +1,6 @@
-"""Shares out an epoch evenly among clusters, level upon level.
+"""Divides the samples of an epoch evenly among clusters, level by level from the top.
 
-"Automatic Data Curation for Self-Supervised Learning" draws its samples so (arXiv 2405.15613).
+"Automatic Data Curation for Self-Supervised Learning" (arXiv:2405.15613) draws its samples in this way.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ Floats = NDArray[np.float64]
 
 
 def even(sizes: Floats, total: float) -> Floats:
-    """Share out a total evenly among clusters (k,), to none more than its size: all get the same, but those that have
-    less, which get all they have."""
+    """Return how many of `total` samples each cluster gets (k,), given the clusters' `sizes` (k,): all get the same
+    number, except that smaller clusters get all that they have and the others share the rest."""
     order = np.sort(sizes)
     left, sharing = total - np.r_[0, np.cumsum(order)[:-1]], len(sizes) - np.arange(len(sizes))
     enough = np.flatnonzero(order * sharing >= left)
@@ -22,9 +22,9 @@ def even(sizes: Floats, total: float) -> Floats:
 
 
 def shares(sizes: Floats, parents: Sequence[NDArray[np.int64]], total: float) -> Floats:
-    """Return how many samples each cluster of the lowest level (k,) gets of a total, which is shared out evenly among
-    the clusters of the highest level, and what each gets among those below it. `parents` are for each level above the
-    lowest the cluster there of each cluster below."""
+    """Return how many of `total` samples each cluster of the lowest level gets (k,). The total is divided evenly among
+    the clusters of the highest level, and what each gets among its clusters on the level below. `sizes` (k,) are those
+    of the lowest level, 0; `parents[i]` has for each cluster on level i its cluster on level i + 1."""
     levels = [sizes]
     for level, members in enumerate(parents, 1):
         clusters = len(parents[level]) if level < len(parents) else 0

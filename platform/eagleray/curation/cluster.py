@@ -1,4 +1,4 @@
-"""Cluster the samples of a data set by their features, and name near copies: columns for `data.train` to choose by."""
+"""Clusters a data set's samples by their features, finds near copies, and writes both as columns for `data.train`."""
 
 import itertools
 import tempfile
@@ -31,14 +31,14 @@ from eagleray.data.sample_table import About, SampleTable, home_of, index_of
 from eagleray.engine import world
 from eagleray.evaluation.embeddings import open_embedding, read_features
 
-EACH = 1000  # samples of a cluster of the lowest level, in the mean
-NEIGHBOURS = 4  # clusters among whose members a sample's near copies are looked for, its own included
-MANY = 0.5  # share of near copies above which something is wrong
+EACH = 1000  # mean number of samples per cluster of the lowest level, by default
+NEIGHBOURS = 4  # nearest clusters of a sample, its own included, in which its near copies are sought
+MANY = 0.5  # share of near copies above which a warning says that features hardly tell images apart
 
 
 @dataclass(frozen=True)
 class Task:
-    """Describes the work to all ranks."""
+    """The work, sent to all ranks: the features to read, the table to write, and where the samples are."""
 
     features: SampleTable
     table: SampleTable
@@ -47,10 +47,10 @@ class Task:
 
 
 class Clusters(NamedTuple):
-    """The clusters of all samples (N,): -1 for one without features."""
+    """The clusters of all N samples. In `nearest`, a sample without features has -1."""
 
-    nearest: NDArray[np.int32]  # clusters of the lowest level (N, m), the nearest first
-    similarity: NDArray[np.float32]  # cosine with the centre of the nearest one
+    nearest: NDArray[np.int32]  # (N, m) the m nearest clusters of the lowest level, nearest first
+    similarity: NDArray[np.float32]  # (N,) cosine similarity to the centre of the nearest cluster
     parents: list[NDArray[np.int64]]  # see `kmeans.upper_levels`
 
     @property
@@ -76,8 +76,8 @@ def cluster(
     """Write the clusters of all samples into the folder or URL `out`, by default beside the shards, from the embedding
     in the folder `features`.
 
-    Raises UserError when that is none of this data, when numbers contradict each other, and when `out` has another
-    table; Outage when a store does not answer."""
+    Raises UserError when the embedding is of other data, when the numbers of clusters do not fall from level to level,
+    and when `out` has another table; Outage when a store does not answer."""
     index = open_shown(url, note=note)
     embedding = open_embedding(features, index)
     levels = clusters or default_levels(len(index))
@@ -85,7 +85,7 @@ def cluster(
     choice = {"clusters": levels, "similar": similar, "keep": keep, "seed": seed}
     if bits is not None:
         choice["bits"] = whole("bits", bits, 0, LENGTH)
-        hash_tables(index)  # a wrong table is found before the work begins
+        hash_tables(index)  # raises now rather than after the work if there are no hashes
     settings = choice | dict(embedding.about.settings)
     about = About(MEASURED, settings, embedding.about.data, len(index), shards=shard_digests(index))
     table = SampleTable.create(out or f"{home_of(index)}/{MEASURED}/clusters", about)
@@ -101,8 +101,8 @@ def cluster(
 
 
 def default_levels(samples: int) -> list[int]:
-    """Return the clusters of each level: a thousandth of the samples, and a tenth of the level below while that is more
-    than ten."""
+    """Return the number of clusters on each level, from the lowest: a thousandth of the samples, then a tenth of the
+    level below, as long as that has more than 100."""
     levels = [max(samples // EACH, 1)]
     while levels[-1] > 100:
         levels.append(levels[-1] // 10)
@@ -110,14 +110,14 @@ def default_levels(samples: int) -> list[int]:
 
 
 def check(levels: Sequence[int], samples: int) -> None:
-    """Raises UserError for numbers of clusters that contradict each other."""
+    """Raises UserError unless the numbers of clusters fall from level to level, from at most `samples` to 1 or more."""
     if min(levels) < 1 or list(levels) != sorted(set(levels), reverse=True) or levels[0] > samples:
         said = ",".join(map(str, levels))
         raise UserError(f"--clusters {said}: expected falling numbers from at most {samples:,}, the samples, to 1")
 
 
 def work_on_ray(task: Task, note: Note) -> None:
-    """Do this rank's share in a process of Ray; rank 0 notes how far it is."""
+    """Do this rank's share in a process of Ray, and note each quarter of a phase; only rank 0's notes are shown."""
     shown: dict[str, int] = {}
 
     def tick(phase: str, done: int, total: int) -> None:
@@ -148,13 +148,14 @@ def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note)
 
 
 def vectors(table: SampleTable, part: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the features (n, D) of those samples of a part that have some, of length 1, and which these are (n,)."""
+    """Return the features (n, D), scaled to length 1, of the samples in a part of the table that have features, and the
+    indices of these samples (n,)."""
     features, good = read_features(table, table.samples(part))
     return functional.normalize(torch.from_numpy(features[good]), dim=1).numpy(), table.samples(part)[good]
 
 
 def find_clusters(task: Task, stages: Stages, device: torch.device, tick: Tick) -> Clusters:
-    """Cluster all samples. Each rank reads a share of the parts."""
+    """Cluster all samples. Each rank reads a share of the table's parts."""
     table = task.features
     centres, parents = find_centres(task, stages, device, tick)
     mine, found, done = list(table.parts)[dist.rank() :: dist.size()], [], 0
@@ -177,8 +178,8 @@ def find_clusters(task: Task, stages: Stages, device: torch.device, tick: Tick) 
 def find_centres(
     task: Task, stages: Stages, device: torch.device, tick: Tick
 ) -> tuple[Tensor, list[NDArray[np.int64]]]:
-    """Return the centres (k, D) of the lowest level, which are fitted to some of the samples, and for each level above
-    the cluster there of each cluster below."""
+    """Return the centres (k, D) of the lowest level, which are fitted to a random part of the samples, and for each
+    higher level the cluster to which each cluster of the level below belongs."""
     sizes, seed = task.table.about.settings["clusters"], task.table.about.settings["seed"]
     before = dist.from_rank_zero(lambda: stages.load("centres"))
     if before is None or not before["last"]:
@@ -208,9 +209,9 @@ def find_centres(
 
 
 def draw(task: Task, file: Path, tick: Tick) -> NDArray[np.float32]:
-    """Write those of this rank's vectors that the centres are fitted to into a file as float16, and return on rank 0
-    those of all ranks (n, D) that the first centres are drawn from, without equal ones, in an order that depends on
-    their values alone. Raises UserError when the disk is full."""
+    """Draw two random subsets of the vectors. One, to which the centres are fitted, is written to `file` as float16, by
+    each rank its share. The other, from which the first centres are chosen (n, D), is returned on rank 0, without
+    duplicates and in an order that depends only on the vectors' values. Raises UserError when the disk is full."""
     table, settings = task.features, task.table.about.settings
     fitted, drawn = kmeans.shares(table.about.images, settings["clusters"][0])
     some: list[tuple[NDArray[np.float64], NDArray[np.float32]]] = []
@@ -232,7 +233,7 @@ def draw(task: Task, file: Path, tick: Tick) -> NDArray[np.float32]:
 
 
 def first_centres(task: Task, drawn: NDArray[np.float32]) -> Tensor:
-    """Return vectors (k, D) that lie far apart among those drawn (n, D). Raises UserError when these are too few."""
+    """Choose the first k centres (k, D), far apart, among the vectors `drawn` (n, D). Raises UserError if n < k."""
     clusters = task.table.about.settings["clusters"][0]
     if len(drawn) < clusters:
         raise UserError(
@@ -243,7 +244,7 @@ def first_centres(task: Task, drawn: NDArray[np.float32]) -> Tensor:
 
 
 def stored(file: Path, dim: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield the vectors (n, D) in a file of float16, some at a time."""
+    """Yield the vectors in a float16 file as float32, in pieces (n, D)."""
     with file.open("rb") as f:
         while len(values := np.fromfile(f, np.float16, kmeans.PIECE * dim)):
             yield torch.from_numpy(values).to(device).float().reshape(-1, dim)
@@ -252,7 +253,7 @@ def stored(file: Path, dim: int, device: torch.device) -> Iterator[Tensor]:
 def write(
     table: SampleTable, index: Index, found: Clusters, original: NDArray[np.int64], similarity: NDArray[np.float32]
 ) -> None:
-    """Write all parts of the table."""
+    """Write all parts of the table: the clusters, sampling weight and near copies of each sample."""
     columns: dict[str, Any] = {"cluster": found.of}
     for level, members in enumerate(found.parents, 2):
         columns[f"cluster_{level}"] = members[[*columns.values()][-1]]
@@ -266,7 +267,7 @@ def write(
     names = names_of(index, np.unique(original[original >= 0]))
     for part in table.parts:
         rows = table.samples(part)
-        without = found.of[rows] < 0  # features, and so anything else
+        without = found.of[rows] < 0  # samples without features have null in `columns`
         written = {name: pa.array(values[rows], mask=without) for name, values in columns.items()}
         written["balance"] = pa.array(weight[rows])  # 0 without features: a weight must not be null
         written["similarity"] = pa.array(similarity[rows], mask=np.isnan(similarity[rows]))
@@ -275,7 +276,7 @@ def write(
 
 
 def names_of(index: Index, samples: NDArray[np.int64]) -> dict[int, str]:
-    """Return the names of samples in rising order, such as `train-000003.tar/000123`, reading each shard once."""
+    """Return the names, such as `train-000003.tar/000123`, of samples in rising order. Each shard is read once."""
     names: dict[int, str] = {}
     shards = np.searchsorted(index.first, samples, side="right") - 1
     for shard in np.unique(shards).tolist():

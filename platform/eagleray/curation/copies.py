@@ -1,5 +1,5 @@
-"""Looks for near copies in all clusters of a data set, some clusters at a time, whose features are put together on the
-disk first."""
+"""Finds near copies in all clusters of a data set, a batch of clusters at a time. The features of a batch are first
+collected in one file on the local disk."""
 
 import mmap
 import tempfile
@@ -21,14 +21,14 @@ from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable
 from eagleray.evaluation.embeddings import read_features
 
-TOGETHER = 2**27  # bytes of features whose clusters are put into one file, without those of their neighbours
-GUESTS = 2**14  # samples of other clusters that are compared with a cluster at once
-Tick = Callable[[str, int, int], None]  # a phase, and how much it has handled of how much
+TOGETHER = 2**27  # most bytes of features per batch of clusters, without samples of neighbouring clusters
+GUESTS = 2**14  # most samples of other clusters that are compared with a cluster at a time
+Tick = Callable[[str, int, int], None]  # takes the name of a phase, how much of it is done, and its total
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The data set in which near copies are sought, and the thresholds from which on images count as such."""
+    """The data set in which near copies are sought, and the thresholds that define near copies."""
 
     features: SampleTable
     index: Index
@@ -44,13 +44,13 @@ def find_copies(
     stages: Stages,
     tick: Tick,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return on rank 0 of which sample each one is a copy (N,), -1 where of none, and the similarity to the nearest one
-    that stays (N,), nan where there is none; on other ranks nothing of use. `nearest` and `parents` are those of
-    `Clusters`. Each rank compares a share of the clusters."""
+    """Return on rank 0 for each sample the sample of which it is a copy (N,), -1 for none, and its similarity to the
+    most similar sample that is kept (N,), nan for none. On other ranks the arrays have no results. `nearest` and
+    `parents` are those of `Clusters`. Each rank compares a share of the clusters."""
     order = sort_samples(nearest[:, 0], parents, of.index.size)
     starts = np.flatnonzero(np.diff(nearest[order, 0], prepend=-1))
     batches = list(in_batches(starts, len(order), TOGETHER // (2 * of.features.about.settings["dim"])))
-    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # one for each cluster; the last is for none
+    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # batch by cluster; the last entry is for -1
     for number, (first, last) in enumerate(batches):
         batch_of[nearest[order[first:last], 0]] = number
     mine = range(len(batches))[dist.rank() :: dist.size()]
@@ -80,8 +80,8 @@ def find_copies(
 def sort_samples(
     cluster: NDArray[np.int32], parents: Sequence[NDArray[np.int64]], size: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Return the samples of all clusters (n,), cluster by cluster, the largest files first. Clusters of one cluster
-    above stand together, so that most neighbours are compared at once."""
+    """Return the samples that have a cluster (n,), sorted by cluster and then by falling file size. Clusters with the
+    same parents are adjacent, so that most neighbouring clusters are in the same batch."""
     levels: list[NDArray[Any]] = [cluster]
     for members in parents:
         levels.append(members[levels[-1]])
@@ -96,11 +96,11 @@ def compare(
     file: "Features",
     hashes: NDArray[np.uint64] | None,
 ) -> dict[str, NDArray[Any]]:
-    """Compare the samples in `order` (n,), those of whole clusters, with each other, and with those in the file that
-    visit these clusters."""
+    """Find near copies within each of some clusters, whose samples are `order` (n,), and pairs of a sample that is kept
+    and a sample in `file` that has its cluster among the next nearest."""
     with file.path.open("rb") as content:
         mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
-    file.path.unlink()  # the mapping stays
+    file.path.unlink()  # the mapping stays valid
     x = np.frombuffer(mapped, np.float16).reshape(len(file.rows), -1)
 
     def likeness(rows: NDArray[np.int64]) -> Likeness:
@@ -136,7 +136,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Features:
-    """A file of features (n, D) in float16, of length 1, and which samples they are of, in rising order (n,)."""
+    """A file of features (n, D) in float16, scaled to length 1, and the rising indices of their samples (n,)."""
 
     path: Path
     rows: NDArray[np.int64]
@@ -146,7 +146,7 @@ def sort_features(
     table: SampleTable, batch: NDArray[np.int32], wanted: Sequence[int], folder: Path, tick: Tick
 ) -> dict[int, Features]:
     """Write the features of each wanted batch of clusters into a file of its own. `batch` (N, m) has the batches of the
-    nearest clusters of each sample, which is in all of them. The table is read once, whatever the number of batches.
+    m nearest clusters of each sample, whose features go into the files of all of these. The table is read only once.
     Raises UserError when the disk is full."""
     rows: dict[int, list[NDArray[np.int64]]] = {number: [] for number in wanted}
     for part in table.parts:
@@ -165,8 +165,8 @@ def sort_features(
 
 
 def in_batches(starts: NDArray[np.int64], samples: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last position (excluded) of neighbouring clusters that have at most so many samples
-    together, or of one that has more. `starts` are the first positions of all clusters."""
+    """Yield the first and last position (excluded) of each batch of adjacent clusters: of at most `most` samples, or of
+    a single larger cluster. `starts` are the first positions of all clusters, and `samples` the end of the last."""
     first, ends = 0, [*starts[1:].tolist(), samples]
     for end, after in zip(ends, [*ends[1:], np.inf], strict=True):
         if after - first > most:

@@ -1,4 +1,4 @@
-"""Leaves out copies, outliers and damaged, dark, blurred or tiny images, by expressions of `data.train.where`."""
+"""Finds conditions for `data.train.where` that leave out copies, outliers and damaged, dark, blurred or tiny images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from eagleray.data.columns import samples_where
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable
 
-# In this order: an image counts for the first one that leaves it out. Each expression says what is kept.
+# Expressions that are true for images to keep. An image that several of them leave out counts only for the first.
 CUTS = {
     "damaged": "width is not null",
     "near copies": "duplicate_of is null",
@@ -18,14 +18,14 @@ CUTS = {
     "blurred": "sharpness >= 20",
     "tiny": "min_side >= 64",
 }
-OUTLIERS = 0.01  # share of the images left that are least similar to the centres of their clusters
-MOST = 0.2  # share of all images above which a cut does not fit this data, and is not made
+OUTLIERS = 0.01  # share of the remaining images, those least similar to their cluster's centre
+MOST = 0.2  # a cut that leaves out a larger share of images does not fit the data and is not made
 
 
 @dataclass(frozen=True)
 class Cut:
-    """An expression that says what is kept, and which samples it leaves out that those before it keep (N,). A cut that
-    does not fit the data is not made."""
+    """A rule that leaves out samples: `where` is true for samples to keep, and `out` (N,) for those that this cut
+    leaves out and no earlier one does. `made` is false for a cut that does not fit the data."""
 
     name: str
     where: str
@@ -56,12 +56,12 @@ def find_cuts(index: Index, url: str, clusters: SampleTable) -> Iterator[Cut]:
 
 
 def cut_of(name: str, where: str, out: NDArray[np.bool_]) -> Cut:
-    """Return a cut that leaves out some samples (N,)."""
+    """Return the cut that leaves out the samples `out` (N,); it is made unless these are too many."""
     return Cut(name, where, out, bool(out.mean() <= MOST or name in ("damaged", "near copies")))
 
 
 def kept(index: Index, url: str, where: str) -> NDArray[np.bool_]:
-    """Return for which samples an expression is true (N,)."""
+    """Return whether an expression is true for each sample (N,)."""
     return np.concatenate([chosen for chosen, _ in samples_where(index, url, where, "")])
 
 

@@ -1,9 +1,9 @@
-"""Finds samples whose features are nearly those of another one, within clusters and across their borders.
+"""Finds samples whose features are nearly those of another sample, within clusters and across their borders.
 
-As in SemDeDup (arXiv 2303.09540), samples of one cluster are compared by the cosine similarity of their features. Here
+As in SemDeDup (arXiv:2303.09540), samples of one cluster are compared by the cosine similarity of their features. Here
 samples are also compared with those of the next nearest clusters, as a border may lie between an image and its copy. Of
-near copies the largest file stays here, where the paper keeps what is farthest from the centre. Perceptual hashes tell
-near copies from images that only mean the same.
+near copies, the largest file is kept; the paper keeps the sample farthest from the centre. Perceptual hashes tell near
+copies from different images of similar content.
 """
 
 import itertools
@@ -21,25 +21,25 @@ from eagleray.data.columns import MEASURED, Measured, own_columns
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 
-PIECE = 1024  # rows that are compared with others at once
+PIECE = 1024  # most rows of a matrix of similarities that is computed at once
 COLUMN = "phash"
-LENGTH = 63  # bits that may differ: the first of the 64 of the text is 0
+LENGTH = 63  # bits of a perceptual hash; its text has 64, of which the first is 0
 # Mirroring an image negates its odd horizontal frequencies, which are every second bit.
 MIRRORED = np.uint64(0x5555_5555_5555_5555)
-OTHERS = 2**16  # how many of those others are compared at a time
+OTHERS = 2**16  # most columns of a matrix of similarities that is computed at once
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """The features of samples (n, D), of length 1, and the bits of their hashes as -1 and 1 (n, 64): where these count,
-    samples whose hashes differ in more than `bits` of them, also when one is mirrored, are nothing like each other."""
+    """The features x (n, D) of samples, of length 1, and their hashes' bits as -1 and 1, `signs` (n, 64), or None.
+    Samples whose hashes differ in more than `bits` bits, also when one image is mirrored, are not similar at all."""
 
     x: Tensor
     signs: Tensor | None = None
     bits: int = 64
 
     def between(self, rows: Tensor, others: Tensor) -> Tensor:
-        """Return the cosine similarities of some rows to others (r, o), -1 where their hashes differ too much."""
+        """Return the cosine similarities (r, o) of some rows to others, -1 where their hashes differ too much."""
         out = self.x[rows].float() @ self.x[others].float().T
         if self.signs is not None:
             mirror = signs(MIRRORED.reshape(1), self.x.device)
@@ -50,11 +50,11 @@ class Likeness:
 
 
 def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return of which row each sample is a copy, -1 where of none (n,), and the similarity to the row that is most
-    similar to it (n,), of those before it that stay; -1 where there is none.
+    """Return for each sample the row of which it is a copy (n,), and its similarity to the most similar of the earlier
+    rows that are kept (n,). Both are -1 for none.
 
-    Rows come in the order in which they are preferred. Those that stay are less similar than `threshold` to each
-    other, and each copy is at least that similar to one of them."""
+    Rows are in order of preference. The rows that are kept are less similar than `threshold` to each other, and each
+    copy is at least that similar to one of them."""
     count, device = len(of.x), of.x.device
     original, best = torch.full((count,), -1, device=device), torch.full((count,), -1.0, device=device)
     stay = torch.arange(0, device=device)
@@ -73,7 +73,7 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def _most_similar(of: Likeness, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return to which of some other rows each row is most similar, and how similar; -1 without any."""
+    """Return for each row the most similar of some other rows, and its similarity; -1 if there are no others."""
     near, best = torch.full_like(rows, -1), torch.full_like(rows, -1.0, dtype=torch.float32)
     for some in others.split(OTHERS):
         if len(some):
@@ -84,8 +84,8 @@ def _most_similar(of: Likeness, rows: Tensor, others: Tensor) -> tuple[Tensor, T
 
 
 def across(of: Likeness, members: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of one of the first rows, those of a cluster's members, and one of the others that are at least
-    `threshold` similar: both rows (p,), and the similarities (p,)."""
+    """Return the pairs of a member of a cluster and a sample of another cluster that are at least `threshold` similar:
+    both rows (p,), and the similarities (p,). The first `members` rows are the members."""
     rows = torch.arange(len(of.x), device=of.x.device)
     found = []
     for some, others in itertools.product(rows[members:].split(PIECE), rows[:members].split(OTHERS)):
@@ -102,19 +102,19 @@ def settle(
     pairs: Sequence[NDArray[Any]],
     place: NDArray[np.int64],
 ) -> None:
-    """Decide which samples stay of those that are alike across borders, and write this into `original` and `similarity`
-    (N,) of the clusters. `pairs` are two samples and their similarity (p,); `place` (N,) is lower for the sample to
-    prefer.
+    """Decide which samples of similar pairs from different clusters are kept, and update `original` and `similarity`
+    (N,), which were found within clusters. `pairs` are two samples and their similarity (p,); `place` (N,) ranks the
+    samples by preference, lowest first.
 
-    As within a cluster, a sample is a copy where it is like a preferred one that stays. A copy of what has become a
-    copy is one of what stays then."""
+    As within a cluster, a sample is a copy if it is similar to a preferred one that is kept. Copies of a sample that
+    becomes a copy become copies of the sample that is kept."""
     one, two, like = (part[(original[pairs[0]] < 0) & (original[pairs[1]] < 0)] for part in pairs)
     ahead = place[one] < place[two]
     first, second = np.where(ahead, one, two), np.where(ahead, two, one)
-    order = np.argsort(like, kind="stable")  # the most similar one that stays is written last
+    order = np.argsort(like, kind="stable")  # rising, so that the most similar one is written last and stays
     first, second, like = first[order], second[order], like[order]
     while len(first):
-        sure = ~np.isin(first, second)  # nothing that is preferred to these is undecided
+        sure = ~np.isin(first, second)  # samples to which no undecided one is preferred
         original[second[sure]], similarity[second[sure]] = first[sure], like[sure]
         left = (original[first] < 0) & (original[second] < 0)
         first, second, like = first[left], second[left], like[left]
@@ -133,7 +133,7 @@ def hash_tables(index: Index) -> list[SampleTable]:
 
 
 def read_hashes(index: Index) -> NDArray[np.uint64]:
-    """Return the hashes of all samples (N,), 0 for images that do not decode. Raises UserError when there are none."""
+    """Return the hashes of all samples (N,), 0 for images that do not decode. Raises UserError as `hash_tables`."""
     measured, out = [Measured(table) for table in hash_tables(index)], np.zeros(len(index), np.uint64)
     for shard in range(len(index.shards)):
         texts = own_columns(index, shard, [COLUMN], measured)[COLUMN].to_pylist()
@@ -142,7 +142,7 @@ def read_hashes(index: Index) -> NDArray[np.uint64]:
 
 
 def signs(hashes: NDArray[np.uint64], device: torch.device) -> Tensor:
-    """Return the bits of hashes (n,) as -1 and 1 (n, 64): the product of two rows is 64 less twice the bits that
-    differ."""
+    """Return the bits of hashes (n,) as -1 and 1 (n, 64): the dot product of two rows is 64 less twice the number of
+    differing bits."""
     bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
     return torch.from_numpy(bits).to(device).float().mul_(2).sub_(1)

@@ -1,6 +1,6 @@
-"""Keeps what each stage of a clustering has found beside its table, from which an interrupted command continues.
+"""Stores the results of a clustering's stages beside its table, so that an interrupted command can continue.
 
-The table's description names the data and all settings, and a folder has one table, so a file here belongs to them.
+A folder has only one table, whose description names the data and all settings, so files found here belong to these.
 """
 
 import io
@@ -13,7 +13,7 @@ import numpy as np
 from eagleray.base.files import writing
 from eagleray.storage.store import store
 
-PREFIX = "_stage-"  # readers of a folder of Parquet files pass over names with an underscore
+PREFIX = "_stage-"  # readers of Parquet folders skip names that begin with an underscore
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Stages:
 
     @cached_property
     def before(self) -> frozenset[str]:
-        """The stages that were there when this was first asked."""
+        """The names of the stages that were stored when this property was first read."""
         listed = store(self.folder).list(f"{self.folder}/", PREFIX)
         return frozenset(blob.url.rpartition(PREFIX)[2].removesuffix(".npz") for blob in listed)
 
@@ -36,7 +36,7 @@ class Stages:
             return dict(file)
 
     def save(self, name: str, **arrays: Any) -> dict[str, Any]:
-        """Write the arrays of a stage as a whole, and return them. Raises UserError when they cannot be written."""
+        """Write the arrays of a stage to one file, and return them. Raises UserError when it cannot be written."""
         np.savez(buffer := io.BytesIO(), **arrays)
         with writing(f"out={self.folder}"):
             store(self.folder).write(self._url(name), buffer.getvalue())

@@ -1,8 +1,9 @@
-"""Checkpoints, written in the background while training goes on.
+"""Writes checkpoints in the background while training goes on, and reads them.
 
-A checkpoint counts once it has been read back from its folder or store and its checksum agrees. A run continues from
-the newest intact one. Where two writers may meet, in a store, the name of a checkpoint ends with the epoch of its
-writer, which grows with every start: `step-000000110-e000002`. A later epoch is newer, whatever its step.
+A checkpoint counts once it has been read back from its folder or store with the right checksum. A run continues from
+the newest intact one. In a store, where two processes may write to one run, a checkpoint's name ends with the epoch of
+its writer, which is no epoch of training but grows with every start: `step-000000110-e000002`. A later epoch is newer,
+whatever its step.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
-NEWEST = 3  # checkpoints whose manifests a listing holds
+NEWEST = 3  # number of checkpoints, the newest ones, whose manifests a listing holds
 
 
 class Writer:
@@ -52,10 +53,9 @@ class Writer:
 
     `scratch` is a local folder for files on their way to a store and for a copy of the newest checkpoint. Checkpoints
     in a local folder need no `scratch`. A request to a store is repeated for `patience` seconds. `first` is called in
-    the background before a checkpoint counts, to store the other files of the run that belong to it. `epoch` is part
-    of the names of checkpoints. `guard` is called before one counts and before others are deleted: it raises Superseded
-    when another writer has begun since.
-    """
+    the background before a checkpoint counts, to store the other files of the run that belong to it. `epoch` is part of
+    the names of checkpoints. `guard` is called before a checkpoint counts and before old ones are deleted: it raises
+    Superseded when another process has taken the run over."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
         self._warned: set[str] = set()
-        self.best: int | None = None  # a step whose newest checkpoint is kept, too
-        self.stays: Callable[[int], bool] = lambda step: False  # the same of other steps
+        self.best: int | None = None  # step whose newest checkpoint is not deleted
+        self.stays: Callable[[int], bool] = lambda step: False  # whether a step's newest checkpoint is not deleted
 
     @property
     def busy(self) -> bool:
@@ -87,9 +87,8 @@ class Writer:
     def save(self, step: int, state: dict[str, Any], finish: Callable[[], dict[str, Any]] = dict) -> None:
         """Copy the state and write it in the background.
 
-        `finish` is called there first; it returns more keys of the manifest, such as the files that other ranks wrote.
-        If writing fails, a warning is logged, and `settle` raises the error.
-        """
+        `finish` is called in the background before anything is written; it returns more keys of the manifest, such as
+        the files that other ranks wrote. If writing fails, a warning is logged, and `settle` raises the error."""
         self.wait()
         host_state, self._problem = self._host_copy.update(state), None
         self._thread = threading.Thread(
@@ -129,7 +128,7 @@ class Writer:
         if names := ruined(state.get("method", {})):
             raise UserError(f"{name}: {NOT_NUMBERS} {names[0]}")
         make_folder(self.scratch)
-        for orphan in self.scratch.glob("step-*.part"):  # a killed writer's, which would fill the disk
+        for orphan in self.scratch.glob("step-*.part"):  # left by a killed writer; such files would fill the disk
             orphan.unlink()
         part, path, manifest_path = (self.scratch / f"{name}.{kind}" for kind in ("part", "pt", "json"))
         with atomic_path(path, part=part):
@@ -138,7 +137,7 @@ class Writer:
             self.first()
             self.guard()
         with on_error(path.unlink), on_error(lambda: manifest_path.unlink(missing_ok=True)):
-            write_atomic(manifest_path, json.dumps(manifest))  # also flushes the name of the checkpoint
+            write_atomic(manifest_path, json.dumps(manifest))  # flushes the folder, and so the checkpoint's name too
             if self.copies:
                 store(self.url).put(f"{self.url}/{name}.json", manifest_path, patience=self.patience)
 
@@ -161,25 +160,24 @@ class Writer:
             raise OSError(f"{url}: what was read back differs from what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete all checkpoints but those of steps that stay and the `keep` newest that count, of which `newest` is
-        the last.
+        """Delete old checkpoints. The `keep` newest that count, up to `newest`, stay, and the newest one of step `best`
+        and of each step for which `stays` is true.
 
-        A checkpoint of a later step is deleted too. It must be damaged, or the run would have continued from it. One of
-        a later epoch is another writer's, and stays.
-        """
+        A checkpoint of a later step is deleted too, as it must be damaged: the run would have continued from it. A
+        checkpoint of a later epoch belongs to another writer and stays."""
         self.guard()
         blobs = blobs_of(self.url, self.patience)
         older = [n for n in names_in(blobs) if order(n) < order(newest)]
         staying = [n for n in reversed(older) if step_of(n) == self.best or self.stays(step_of(n))]
-        names = {newest, *older[: self.keep - 1], *{step_of(n): n for n in staying}.values()}  # the newest of each
-        for url in sorted(blobs):  # a manifest before its checkpoint
+        names = {newest, *older[: self.keep - 1], *{step_of(n): n for n in staying}.values()}  # newest of each step
+        for url in sorted(blobs):  # a manifest (.json) before its checkpoint (.pt)
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)
         if self.copies:
             _delete_others(self.scratch, newest)
 
     def _cause(self, e: Exception) -> Exception:
-        """Return Superseded when another process has taken the run over, which may have deleted the file meanwhile."""
+        """Return Superseded if another process has taken the run over, as it may have deleted a file; otherwise `e`."""
         if isinstance(e, OSError | UserError):
             try:
                 self.guard()
@@ -188,7 +186,7 @@ class Writer:
         return e
 
     def _named(self, e: Exception) -> Exception:
-        """Return an error of one line that names the folder or URL. An error that is a bug is returned unchanged."""
+        """Return an I/O error, UserError or Outage as one line that names the folder or URL; other errors unchanged."""
         if not isinstance(e, OSError | UserError | Outage) or isinstance(e, Superseded):
             return e
         line = f"{self.scratch}: {e.strerror}" if isinstance(e, OSError) and e.strerror else str(e)
@@ -196,15 +194,15 @@ class Writer:
         return Outage(line) if isinstance(e, Outage) else UserError(line)
 
     def _warn(self, line: str, *, exc_info: bool = False) -> None:
-        kind = re.sub(r"\d+", "", line)  # the same for any step and number of attempts
+        kind = re.sub(r"\d+", "", line)  # warnings that differ only in a step or count are logged once
         if kind not in self._warned:
             log.warning("%s", line, exc_info=exc_info)
         self._warned.add(kind)
 
 
 def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratch: Path | None = None) -> None:
-    """Write one checkpoint, of the same epoch as the newest, and wait until it counts. The arguments are those of
-    `Writer`. Raises UserError when it cannot be written."""
+    """Write one checkpoint and wait until it counts. Its epoch is that of the newest one; `keep` and `scratch` are as
+    in `Writer`. Raises UserError when it cannot be written."""
     writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(blobs_of(url)))
     writer.save(step, state)
     writer.settle()
@@ -214,23 +212,23 @@ def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
     """Return the files of all checkpoints by URL. Raises UserError and Outage when the store cannot be read."""
     url = _url(url)
     if folder := folder_of(url):
-        # Without their sizes: a file may be deleted by another process before its size is read.
+        # Sizes are left at 0, as another process may delete a file before its size is read.
         return {str(p): Blob(str(p), 0) for p in folder.glob("step-*")}
     return {b.url: b for b in store(url).list(f"{url}/", "step-", patience=patience)}
 
 
 def delete_after(url: str | Path, step: int) -> None:
-    """Delete the checkpoints of later steps than this one."""
-    for file in sorted(blobs_of(url)):  # a manifest before its checkpoint
+    """Delete the checkpoints of steps after `step`."""
+    for file in sorted(blobs_of(url)):  # a manifest (.json) before its checkpoint (.pt)
         if step_of(stem(file)) > step:
             _delete(file)
 
 
 class CheckpointListing(NamedTuple):
-    """The files that one rank has found in the folder of checkpoints, for the others."""
+    """The files of all checkpoints, which rank 0 lists for all ranks."""
 
     blobs: dict[str, Blob]  # all files by URL
-    manifests: dict[str, bytes]  # the content of those of the newest checkpoints in a store, by URL
+    manifests: dict[str, bytes]  # contents of the newest checkpoints' manifests by URL; empty for a local folder
 
 
 def listing(url: str | Path, patience: float = PATIENCE) -> CheckpointListing:
@@ -252,12 +250,12 @@ def newest(
     listed: CheckpointListing | None = None,
     step: int | None = None,
 ) -> dict[str, Any] | None:
-    """Return the state of the newest intact checkpoint, or of a step, or None; damaged ones are skipped with a warning.
+    """Return the state of the newest intact checkpoint, or of that of `step`; None if there is none. Damaged ones are
+    skipped with a warning.
 
-    `whole` is explained at `read`. `listed` is what `listing` has returned, perhaps to another rank.
-    A checkpoint in a store is fetched into `scratch` by one of the processes of a machine, unless it is there already.
-    Raises UserError and Outage when the store cannot be read.
-    """
+    `whole` is explained at `read`. `listed` is a result of `listing`, which may come from another rank. From a store,
+    one process on each machine downloads the checkpoint into `scratch`, unless it is there already. Raises UserError
+    and Outage when the store cannot be read."""
     url = _url(url)
     listed = listed or CheckpointListing(blobs_of(url, patience), {})
     for name in names_in(listed.blobs):
@@ -273,16 +271,15 @@ def newest(
 def read(path: Path, *, whole: bool = True) -> dict[str, Any]:
     """Return the state in the file of a checkpoint.
 
-    Tensors that the ranks wrote in parts are read too. Without `whole` they have a shape but no values, and `shards`
-    is the folder to read them from.
-    """
+    With `whole`, sharded tensors, whose rows the ranks wrote to separate files, are read too. Without `whole` they have
+    a shape but no values, and the key `shards` names the folder of these files."""
     from eagleray.engine import sharded_checkpoint
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as e:  # torch reports in many ways that a file is none of its own, or holds more than tensors
+    except Exception as e:  # torch has many errors for files that are not its own or hold more than tensors
         raise UserError(f"{path}: not a checkpoint written by eagleray ({type(e).__name__})") from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint written by eagleray, but a {type(state).__name__}")
@@ -313,15 +310,15 @@ def _url(url: str | Path) -> str:
 
 
 def _scratch(url: str, scratch: Path | None) -> Path:
-    """Return the folder that files are written to first."""
+    """Return the folder to which files are written first: `scratch`, or a local folder of checkpoints itself."""
     if folder := folder_of(url):
-        return folder  # a file is renamed in the folder where it was written
+        return folder  # where a complete file is only renamed
     assert scratch is not None, f"{url}: needs a scratch folder"
     return scratch
 
 
 def _flat(url: str, scratch: Path, path: Path) -> str:
-    """Return the URL of a file below `scratch`. A store has no folders in that of the checkpoints."""
+    """Return the URL of a file below `scratch`. Dots replace its subfolders, which checkpoints in a store lack."""
     return f"{url}/{'.'.join(path.relative_to(scratch).parts)}"
 
 
@@ -336,7 +333,7 @@ def _all_agree(files: dict[Path, dict[str, Any]]) -> bool:
 
 
 def _delete(url: str) -> None:
-    """Delete a file, or the folder of a sharded checkpoint on this machine."""
+    """Delete a file, or the local folder with the rows of a sharded checkpoint."""
     if (folder := folder_of(url)) and folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -344,7 +341,7 @@ def _delete(url: str) -> None:
 
 
 def _local_file(name: str, url: str, listed: CheckpointListing, scratch: Path, patience: float) -> Path | None:
-    """Return the local file of a checkpoint, or None when it is damaged or gone."""
+    """Return the local file of a checkpoint, downloaded if it is in a store; None when it is damaged or gone."""
     path = scratch / f"{name}.pt"
     if scratch == folder_of(url):
         return path if intact(path) else None
@@ -369,7 +366,7 @@ def _local_file(name: str, url: str, listed: CheckpointListing, scratch: Path, p
 
 
 def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
-    """Download a file of a checkpoint, and delete other checkpoints. Returns whether it is intact."""
+    """Download a file of a checkpoint. If it is intact, delete other checkpoints in its folder and return true."""
     intact = fetch(blob, path, manifest, patience)
     if intact:
         _delete_others(path.parent, path.stem)

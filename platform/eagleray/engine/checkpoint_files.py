@@ -1,7 +1,7 @@
 """The names of the files of checkpoints, and functions that check, copy and hash these files.
 
-In `step-000000110-e000002`, 2 is the epoch, the number of the run's writer. If its folder is locked, names have no
-epoch.
+In `step-000000110-e000002`, 2 is the epoch, the number of the run's writer. A run in a local folder, which it locks,
+has only one writer, and names without epoch.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def order(name: str) -> tuple[int, str]:
 
 
 def stem(url: str) -> str:
-    """Return the name of the checkpoint to which a file belongs, given its URL, also in a sharded one's folder."""
+    """Return the name of the checkpoint that a file belongs to, from its URL; the file may be in a `.shards` folder."""
     return re.findall(r"step-[^/.]*", url)[-1]
 
 
@@ -91,12 +91,12 @@ def _describes_file(entry: Any) -> bool:
 
 
 def fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
-    """Download a checkpoint to `path`, and return whether its size and SHA-256 are those of the manifest."""
+    """Download a file of a checkpoint to `path`, and return whether it has the size and SHA-256 in `manifest`."""
     if blob.size != manifest["bytes"]:
         return False
     hashed, part = hashlib.sha256(), path.with_suffix(".part")  # the next writer deletes part files that are left over
     path.parent.mkdir(exist_ok=True)
-    with writing(str(path)):  # not flushed to disk: the checksum is compared at each use
+    with writing(str(path)):  # no flush to disk is needed, as each use compares the checksum
         with part.open("wb") as f:
             for piece in pieces(blob, patience):
                 hashed.update(piece)

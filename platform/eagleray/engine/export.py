@@ -1,6 +1,6 @@
-"""Exports a backbone to a safetensors file, and checks it in a new process before the file gets its name.
+"""Exports a backbone to a safetensors file, and renames it once a new process has computed the same outputs.
 
-timm can load the export if it can build the backbone; otherwise this package loads it.
+timm loads the export if it can build the network, otherwise eagleray does.
 """
 
 import copy
@@ -29,7 +29,7 @@ from eagleray.views.preprocessing import Preprocessing
 
 TOLERANCE = 1e-4  # largest accepted difference of outputs, relative to the largest output
 
-# The program that checks an export in a new process. All that varies comes from arguments and files, never from code.
+# The program that checks an export in a new process. Values reach it only in arguments and files, never as code.
 CHECK = """
 import sys, torch
 from pathlib import Path
@@ -61,9 +61,9 @@ def to_timm(
     """Write `backbone.safetensors`, `backbone.json`, which says how to create the model, and `config.json`, from which
     timm creates it, if timm can build the model.
 
-    A new process loads the folder as the line of `snippet` does. `preprocessing` of images, if known, is written too.
-    Raises UserError when the outputs differ. Adapters are merged into the weights, and stored in their own file.
-    """
+    First, a new process loads the files with the line that `snippet` returns. Raises UserError when its outputs differ.
+    `preprocessing` of images, if known, is written too. Adapters are merged into the weights, and also stored in their
+    own file."""
     from eagleray.models.lora import merged  # imported here, as a run needs it only at its end
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def to_timm(
         files[CONFIG] = timm_config(backbone, network, own | description["options"], preprocessing)
         if preprocessing and own and own["img_size"] != [preprocessing.size] * 2:
             description["options"] = own | description["options"]
-    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # a later export overwrites it
+    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # reused if an export was killed
         save_file(state, part, {"format": "pt"})
         difference = compare(backbone, files, part)
         if not difference <= TOLERANCE:
@@ -113,7 +113,7 @@ def keys_of(network: Network) -> dict[str, Any]:
 
 
 def any_size(backbone: Backbone, network: Network) -> dict[str, Any]:
-    """Return timm's arguments for the model's own image size and for other sizes; none if it has no own size."""
+    """Return timm's arguments for the model's image size and for accepting others; none without a fixed size."""
     own = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None)
     family = timm.model_entrypoint(network.name.partition(".")[0]).__module__.rpartition(".")[2]
     return {"img_size": list(own)} | ANY_SIZE.get(family, {}) if own else {}
@@ -131,15 +131,15 @@ def timm_config(
 
 
 class Export(NamedTuple):
-    """An exported backbone that was read again, in evaluation mode."""
+    """An exported backbone, read from its file and in evaluation mode, and its description."""
 
     backbone: Backbone
     network: Network
-    preprocessing: Preprocessing | None  # None: the export does not have it
+    preprocessing: Preprocessing | None  # None if the export does not record it
 
 
 def read_export(path: Path) -> Export:
-    """Read an export, and build its backbone as the backbone.json beside it says. Raises UserError if it cannot."""
+    """Build a backbone as backbone.json beside `path` says, and load its weights. Raises UserError if that fails."""
     beside = path.with_suffix(".json")
     unlike = OSError, ValueError, KeyError, AttributeError
     with explained(f"{beside}: not a description written by `eagleray export`", *unlike):

@@ -9,14 +9,14 @@ FILE = "backbone.safetensors"
 DESCRIPTION = "backbone.json"  # says how to create the model
 CARD = "README.md"
 CONFIG = "config.json"  # timm creates the model from this file
-# Adapters that were merged into the backbone. Their name comes after the backbone's, as timm loads the first file.
+# Adapters, which are merged into FILE too. This name sorts after FILE, as timm loads the first file in a folder.
 ADAPTERS = "lora.safetensors"
 HEADS = "heads.safetensors"  # the heads and other parts of the method
 
 
 def export_in(source: str | os.PathLike[str]) -> Path | None:
     """Return the local path of an exported file, given its own path or URL or that of its folder. Files at a URL are
-    downloaded. Returns None when there is no export. Raises UserError and Outage."""
+    downloaded. Returns None when there is no export. Raises UserError and Outage when a store cannot be read."""
     path = folder_of(url := os.fspath(source).rstrip("/"))
     if path is None:
         return _remote_export(url)
@@ -26,7 +26,7 @@ def export_in(source: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote_export(url: str) -> Path | None:
-    from eagleray.storage.folder_copy import local_folder  # imports rich to show progress, which the core does without
+    from eagleray.storage.folder_copy import local_folder  # imports rich, a package that training must not need
 
     folder, name = url.rsplit("/", 1) if url.endswith(".safetensors") else (url, FILE)
     stem = Path(name).stem

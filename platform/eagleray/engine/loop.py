@@ -31,9 +31,8 @@ class Trainer:
     """Trains a method: `step` takes one optimiser step on one batch, and `steps` one on each of several batches.
 
     A step whose gradient is not finite changes neither parameters nor buffers, and its `skipped` is 1. During the first
-    `freeze` epochs the backbones do not change and are in evaluation mode. Without `precision`, a step computes in the
-    one that `auto` selects for the device.
-    """
+    `freeze` epochs the backbones do not change and are in evaluation mode. Without `precision`, steps use the number
+    format that `auto` selects for the device."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Trainer:
         with precision.autocast():
             out = self.model(batch, at)
         check_output(method, out)
-        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # a rank's loss counts by its rows
+        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # weights ranks by their number of rows
         precision.scale(out["loss"] * share).backward()
 
         for trunk in frozen:
@@ -98,7 +97,7 @@ class Trainer:
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         overflow = skipped.float()
-        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # it stays on the device, so the host does not wait
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # on the device, so the host does not wait
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -127,8 +126,7 @@ def spread(norms: Tensor, live: Sequence[int], count: int) -> Tensor:
 class BufferGuard:
     """Copies buffers, such as centres and batch norm's statistics, before a step, and restores them if it is skipped.
 
-    The buffers of each dtype are handled as one vector, so the number of operations does not grow with theirs.
-    """
+    The buffers of each dtype are joined into one vector, so that many buffers need no more operations than few."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -141,7 +139,7 @@ class BufferGuard:
         return [torch.cat(group) for group in self.groups]
 
     def restore(self, copies: list[Tensor], skipped: Tensor) -> None:
-        """Set the buffers to `copies` if `skipped` () is true. The host does not wait for the device."""
+        """Set the buffers to `copies` if the scalar tensor `skipped` is true. The host does not wait for the device."""
         for group, old in zip(self.groups, copies, strict=True):
             values = torch.where(skipped, old, torch.cat(group))
             torch._foreach_copy_(group, list(values.split([len(b) for b in group])))
@@ -155,10 +153,9 @@ def patch_parameters(method: Method) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
-    """Scale gradients in place to a norm of at most `limit`, and return their norms (P,) before the scaling.
+    """Scale P gradients in place to a norm of at most `limit`, and return their norms (P,) before the scaling.
 
-    The limit holds for the norm of all gradients together or, with `each`, for the norm of each tensor (DINO).
-    """
+    The limit holds for the norm of all gradients together or, with `each`, for the norm of each tensor (DINO)."""
     norms, grads = dist.norms(grads), dist.local(grads)
     if limit is not None:
         norm = torch.linalg.vector_norm(norms)

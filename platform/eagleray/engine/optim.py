@@ -1,6 +1,7 @@
-"""The optimisers by name, and the parameter groups of the papers.
+"""Creates optimisers by name, with the parameter groups of the papers.
 
-If an optimiser's `found_inf` is 1, as GradScaler sets it, a step changes nothing. The host never waits for the device.
+If an optimiser's attribute `found_inf` is 1, as GradScaler sets it for gradients that are not finite, a step changes
+nothing. The host never waits for the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +53,7 @@ def make(
 
 @torch.no_grad()
 def lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give moments that were loaded from elsewhere the strides of their weights, which fused steps rely on."""
+    """Give loaded moments the strides of their parameters, on which fused steps rely."""
     for p, state in optimizer.state.items():
         for key, moment in state.items():
             if isinstance(moment, Tensor) and moment.shape == p.shape and moment.stride() != p.stride():
@@ -87,14 +88,13 @@ def param_groups(
     """Return groups of decayed and undecayed trainable parameters.
 
     `decay` selects the parameters with weight decay. `all` takes every parameter (MoCo v3). `matrices` leaves out
-    biases and other vectors (DINO, which decays its class token, position table and prototype lengths (K, 1)). `timm`
-    is `matrices` without the parameters that timm's model excludes, such as the class token and position tables (DeiT,
-    Swin).
+    biases and other vectors (DINO, which decays its class token, its position table and the lengths (K, 1) of K
+    prototypes). `timm` is `matrices` without the parameters that timm's model excludes, such as the class token and
+    position tables (DeiT, Swin).
 
     The submodules of the method named in `constant` have two groups of their own with a `constant_lr`. With
     `layer_decay`, each layer of the backbone has two groups with an `lr_scale`, a factor on the learning rate. The
-    groups without weight decay have `undecayed_lr_scale` as a factor, too. Raises UserError as `make` does.
-    """
+    groups without weight decay have `undecayed_lr_scale` as a factor, too. Raises UserError as `make` does."""
     scaled = layer_decay is not None or undecayed_lr_scale != 1
     for part in constant:
         if part not in (parts := [n for n, _ in method.named_children()]):
@@ -154,10 +154,9 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 def scale_by_trust(
     params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
 ) -> list[Tensor]:
-    """Return the steps of all tensors. Steps of matrices get weight decay, and are then scaled to the norm trust * |p|.
+    """Return the steps of all tensors. The step of a matrix p gets weight decay, and then the norm trust * |p|.
 
-    A step is not scaled if its norm or |p| is 0. `split` says that the tensors are only this rank's rows.
-    """
+    A step is not scaled if its norm or |p| is 0. With `split`, tensors are this rank's rows; norms cover all rows."""
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)
@@ -173,11 +172,9 @@ def scale_by_trust(
 def scale_by_own_norms(
     params: list[Tensor], grads: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
 ) -> list[Tensor]:
-    """Return (g + wd * p) * trust * |p| / (|g| + wd * |p|) for the gradients g of all tensors p.
+    """Return (g + wd * p) * trust * |p| / (|g| + wd * |p|) for the gradients g of all tensors p; wd is `weight_decay`.
 
-    A gradient of 0 gives a step of 0, without weight decay, and a p of 0 gives g. `split` says that the tensors are
-    only this rank's rows.
-    """
+    A gradient of 0 gives a step of 0, without weight decay, and a p of 0 gives g. `split` is as in `scale_by_trust`."""
     steps = torch._foreach_add(list(grads), params, alpha=weight_decay)
     size, length = norms(params, split=split), norms(grads, split=split)
     ratio = trust * size / (length + weight_decay * size + LARC_EPS)
@@ -186,10 +183,10 @@ def scale_by_own_norms(
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum that scales the steps of matrices by trust * |p| / |g + wd * p| (You et al. 2017).
+    """SGD with momentum that scales the step g + wd * p of a matrix p by trust * |p| / |g + wd * p| (You et al. 2017).
 
-    Vectors are neither scaled nor decayed. MoCo v3 and DINO use this form; timm's LARS divides by |g| + wd * |p|.
-    """
+    Here g is the gradient and wd the weight decay. Vectors are neither scaled nor decayed. MoCo v3 and DINO use this
+    form; timm's LARS divides by |g| + wd * |p|."""
 
     scaled: ClassVar[Callable[..., list[Tensor]]] = staticmethod(scale_by_trust)
 
@@ -230,20 +227,18 @@ class LARS(torch.optim.Optimizer):
 
 
 class LARC(LARS):
-    """SGD with momentum that scales decayed steps, also of vectors, by trust * |p| / (|g| + wd * |p|).
+    """SGD with momentum that scales the steps g + wd * p, also of vectors, by trust * |p| / (|g| + wd * |p|).
 
-    This is the form of You et al. 2017, arXiv:1708.03888, that Apex calls LARC without clipping. SwAV's authors use it.
-    """
+    Apex calls this form of You et al. 2017, arXiv:1708.03888, LARC without clipping. SwAV's authors use it."""
 
     scaled = staticmethod(scale_by_own_norms)
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam that decays and scales the steps a of matrices by |p| / |a + wd * p| (You et al. 2020, arXiv:1904.00962).
+    """Adam that adds weight decay to the step a of a matrix p and scales it by |p| / |a + wd * p|.
 
-    This is algorithm 2 of the paper. Vectors are neither scaled nor decayed. timm's LAMB also clips the gradient and
-    cannot skip a step.
-    """
+    This is algorithm 2 of You et al. 2020, arXiv:1904.00962. Vectors are neither scaled nor decayed. timm's LAMB also
+    clips the gradient and cannot skip a step."""
 
     def __init__(
         self,
@@ -270,7 +265,7 @@ class LAMB(torch.optim.Optimizer):
                     self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
-            moves = torch._foreach_mul(params, 0.0)  # Adam's fused kernel turns zeros into the steps alone
+            moves = torch._foreach_mul(params, 0.0)  # from parameters of 0, Adam's kernel gives the steps
             torch._fused_adam_(
                 moves,
                 [p.grad for p in params],

@@ -1,7 +1,7 @@
 """The number format of training steps, which is float32, bfloat16, or float16 with a scaled loss (Micikevicius et al.
 2018, arXiv:1710.03740), and PyTorch's numeric settings for a whole process.
 
-Parameters, gradients and moments are float32 in each format; autocast picks the operations that are not.
+Parameters, gradients and moments are float32 in each format; autocast decides which operations use the shorter format.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
 
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a device computes in bfloat16. A CPU does, if slowly."""
-    # CUDA also counts emulation, as on a V100, unless told not to.
+    # By default, CUDA reports emulated bfloat16 as supported, too, as on a V100.
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return supported is None or bool(supported(including_emulation=False))
 
@@ -64,8 +64,7 @@ class Precision:
     """The dtype of a run's matrix products and, for float16, the scale of its loss.
 
     Float16 has no numbers below 6e-8, but many gradients are smaller. So gradients of the scaled loss are computed and
-    then divided by the scale. A step whose gradients overflow is skipped. No method waits for the device.
-    """
+    then divided by the scale. A step whose gradients overflow is skipped. The host never waits for the device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -83,7 +82,7 @@ class Precision:
         return _autocast(self.device, self.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, to compute gradients of; without a scale the loss itself."""
+        """Return the loss that gradients are computed of: in float16 multiplied by the scale, else unchanged."""
         return loss * self.loss_scale if self.scaled else loss
 
     def unscale_(self, grads: Sequence[Tensor]) -> None:
@@ -92,7 +91,7 @@ class Precision:
             torch._foreach_mul_(local(grads), self.loss_scale.reciprocal())
 
     def update(self, overflow: Tensor) -> None:
-        """Adapt the scale after a step; `overflow` () is 1.0 where its gradients were not finite, else 0.0."""
+        """Adapt the scale after a step. `overflow`, a scalar tensor, is 1.0 if a gradient was not finite, else 0.0."""
         if self.scaled:
             torch._amp_update_scale_(self.loss_scale, self.good_steps, overflow, GROWTH, BACKOFF, INTERVAL)
 
@@ -105,7 +104,7 @@ class Precision:
         return {"loss_scale": self.loss_scale, "good_steps": self.good_steps} if self.scaled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the scale of a checkpoint. A checkpoint of a run in another precision has none."""
+        """Continue with the scale of a checkpoint, which is missing if the checkpoint's run was not in float16."""
         for name in state if self.scaled else ():
             getattr(self, name).copy_(state[name])
 
@@ -115,13 +114,12 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
     """A context with PyTorch's numeric settings for a run, which are reset at its end.
 
     On an accelerator, products and convolutions of float32 numbers use TF32, with 10 bits of mantissa instead of 23,
-    unless the whole run is in fp32. With `deterministic`, every operation gives the same bits each time. Raises
-    UserError when an operation of the run cannot, or when cuBLAS was used before.
-    """
+    unless the whole run is in fp32. With `deterministic`, every operation gives the same bits each time. Then UserError
+    is raised when an operation of the run cannot do so, or when cuBLAS was used before the context."""
     matmul, convolution = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     repeatable = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # "high" is another format on a CPU
+    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # on a CPU, "high" is not TF32
     try:
         if accelerator:
             tf32 = precision.dtype != torch.float32
@@ -154,7 +152,7 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """A context with float32 products in float32, so that evaluations within a run match `eagleray evaluate`."""
+    """A context in which float32 products do not use TF32, so that evaluations in a run match `eagleray evaluate`."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -35,7 +35,7 @@ class HostCopy:
         return out
 
     def _copy(self, x: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_meta:  # sharded tensors have no values in sharded checkpoints
+        if isinstance(x, torch.Tensor) and x.is_meta:  # stands for a sharded tensor, whose rows are written apart
             return x
         if isinstance(x, torch.Tensor):
             buffer = before.get(path)
@@ -70,7 +70,7 @@ def ruined(tensors: dict[str, Any]) -> list[str]:
     floats = {n: x for n, x in floats.items() if not x.is_meta}
     if not floats:
         return []
-    largest = torch._foreach_norm(list(floats.values()), float("inf"))  # the maximum norm is NaN if there is one
+    largest = torch._foreach_norm(list(floats.values()), float("inf"))  # the norm of a tensor with a NaN is NaN
     return [name for name, x in zip(floats, largest, strict=True) if x.isnan()]
 
 

@@ -1,7 +1,8 @@
-"""Fully sharded training: each rank stores some rows of every weight, gradient and moment (Zhao et al. 2023).
+"""Fully sharded training: each rank stores some rows of every weight, gradient and moment.
 
-arXiv:2304.11277. PyTorch's `fully_shard` (FSDP2) gathers the weights of a block before it is computed and divides its
-gradients. This module adds optimisers that work on this rank's rows, and momentum copies.
+PyTorch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) gathers the weights of a block before it is computed
+and divides its gradients among the ranks. This module adds optimisers that work on this rank's rows, and momentum
+copies.
 """
 
 import copy
@@ -30,10 +31,9 @@ def check_shardable(method: Method, name: str) -> None:
 
 
 def shard(method: Method) -> None:
-    """Divide the parameters of a method among all ranks, in place, if there are several; buffers stay whole.
+    """Divide the parameters of a method among all ranks, in place, if there are several; buffers are not divided.
 
-    The blocks of backbones are gathered one at a time, everything else for the whole step.
-    """
+    The blocks of backbones are gathered one at a time, everything else for the whole step."""
     if dist.size() == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +44,7 @@ def shard(method: Method) -> None:
         for block in blocks(backbone.model):
             fully_shard(block, mesh=mesh)
     fully_shard(method, mesh=mesh)
-    for target, online in momentum_copies(method):  # a copy may be updated while its weights are gathered
+    for target, online in momentum_copies(method):  # an update may come while FSDP has gathered the weights of a module
         for module in (target, online):
             module.stored = tuple(module.parameters())  # type: ignore[assignment]
 
@@ -76,7 +76,7 @@ def follow(optimizer: torch.optim.Optimizer, whole: list[nn.Parameter]) -> None:
     if whole:
         optimizer.register_step_pre_hook(take)
         optimizer.register_step_post_hook(clear)
-        optimizer.whole = whole  # type: ignore[attr-defined]  # see optimizer_state
+        optimizer.whole = whole  # type: ignore[attr-defined]  # for optimizer_state
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -100,9 +100,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load(method: Method, optimizer: torch.optim.Optimizer, state: dict[str, Any], read_rows: Reader) -> None:
     """Load the states `method` and `optimizer` of a checkpoint into a sharded method and its optimiser.
 
-    Tensors of the state are whole or have no values (meta tensors). `read_rows` reads values of the latter into
-    DTensors, given by their keys.
-    """
+    The tensors in `state` are unsharded, or meta tensors, which have no values. For the latter, `read_rows` reads
+    values into DTensors, given by their keys."""
     parameters = dict(method.named_parameters())
     whole: list[Any] = optimizer.whole  # type: ignore[attr-defined]
     state = {"method": dict(state["method"]), "optimizer": state["optimizer"]}
@@ -142,7 +141,7 @@ def tensors(state: Any, path: Path = ()) -> Iterable[tuple[Path, Tensor]]:
 
 
 def replace(state: Any, path: Path, tensor: Tensor) -> Any:
-    """Return a copy of a nested state with another tensor at a path."""
+    """Return a copy of a nested state with `tensor` in place of the one at `path`."""
     if not path:
         return tensor
     out = copy.copy(state)  # keeps the attribute `_metadata` of a state_dict

@@ -28,7 +28,8 @@ from eagleray.engine.sharded import replace, tensors
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
-    """Return a state in which sharded tensors have no values, and the sharded tensors by the keys that lead to them."""
+    """Return a state in which meta tensors, without values, replace sharded tensors, and those tensors by their
+    keys."""
     rows = {keys: x for keys, x in tensors(state) if sharded(x)}
     for keys, x in rows.items():
         state = replace(state, keys, torch.empty(x.shape, dtype=x.dtype, device="meta"))
@@ -36,9 +37,9 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
 
 
 def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a state in which sharded tensors are whole, with values read from the folder of a checkpoint.
+    """Return a state with unsharded tensors in place of meta tensors, with values from the folder of a checkpoint.
 
-    Raises UserError and OSError."""
+    Raises UserError when memory is too small or the folder is damaged, and OSError."""
     with explained(f"{folder}: its tensors cannot be held", RuntimeError):
         targets = {keys: torch.empty_like(x, device="cpu") for keys, x in tensors(state) if x.is_meta}
     if targets:
@@ -49,10 +50,9 @@ def fill(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
-    """Read tensors, in place, from the folder of a checkpoint: whole ones, or this rank's rows of DTensors.
+    """Read tensors, in place, from the folder of a checkpoint: plain ones entirely, DTensors only in this rank's rows.
 
-    The checkpoint may be from any number of ranks. Raises UserError and OSError.
-    """
+    Any number of ranks may have written the checkpoint. Raises UserError when the folder is damaged, and OSError."""
     from eagleray.engine import row_reader  # imports torch.distributed.checkpoint, which takes 1 s
 
     row_reader.read(folder, {_name(k): x for k, x in targets.items()})
@@ -61,9 +61,9 @@ def read_rows(folder: Path, targets: Mapping[Keys, Tensor]) -> None:
 class ShardWriter:
     """Writes the rows of this rank in the background, together with all other ranks.
 
-    `settle(path)` stores a written file in its place, and returns its size and checksum. From a `scratch` folder files
-    are uploaded, and only the newest checkpoint is kept there.
-    """
+    `settle(path)` verifies a written file, after its upload if checkpoints are in a store, and returns its size and
+    checksum. With `scratch`, `folder` holds only files on their way to a store, and older checkpoints in it are
+    deleted."""
 
     def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
         self.folder, self.settle, self.scratch = folder, settle, scratch
@@ -85,7 +85,7 @@ class ShardWriter:
             shutil.rmtree(old, ignore_errors=True)  # another rank on this machine may delete it too
         self._ruined = ruined({_name(keys): x.to_local() for keys, x in rows.items() if keys[0] == "method"})
         state = {_name(keys): x for keys, x in rows.items()}
-        # The rows are on the host by then. Copying ahead would open a context on the first GPU in torch's own thread.
+        # The writer gets rows on the host. Copying ahead would open a CUDA context on GPU 0 in torch's own thread.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
         return partial(self._finish, folder, future)

@@ -29,7 +29,7 @@ class World:
         self._control: Any = dist.host_group() if self.size > 1 and devices.is_accelerator(device) else None
 
     def synchronise(self, module: nn.Module) -> nn.Module:
-        """Replace the batch norms of a module, in place, by ones over all ranks, and return the module."""
+        """Replace the batch norms of a module, in place, by ones with statistics over all ranks. Returns the module."""
         return sync_batch_norms(module, self.device) if self.size > 1 else module
 
     def wrap(self, module: nn.Module, reduce: Literal["fp32", "bf16"] = "fp32", *, unused: bool = False) -> nn.Module:
@@ -38,7 +38,7 @@ class World:
         if self.size == 1 or sharded(next(module.parameters())):  # FSDP averages gradients itself
             return module
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer versions rename the option, which older ones lack
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch now deprecates an option that older versions need
             # Gradients are views of the buffers that are sent, which saves a copy.
             out = DistributedDataParallel(
                 module, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=unused
