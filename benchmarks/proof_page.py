@@ -93,11 +93,11 @@ def words(values: Sequence[float]) -> str:
 
 HEAD = """# Proof on real images
 
-This page tests claims of papers with short training runs that fit two CPU cores. Most runs take 150 to 1,200 steps on
+This page tests claims of papers with short training runs on two CPU cores. Most runs take 150 to 1,200 steps on
 CIFAR-10; the papers' runs take hundreds of thousands of steps.
 
 Each comparison has two settings, which differ only in the listed keys. We fixed the number of seeds before the first
-run. Verdicts use Welch's t-test at a level of 5 % for the whole page (Holm's method):
+run. Verdicts use Welch's t-test; Holm's method limits the chance of any false positive on this page to 5 %:
 
 | Verdict | Meaning |
 | --- | --- |
@@ -154,10 +154,9 @@ def both(claim: Claim, pair: Pair, lines: Sequence[Mapping[str, Any]]) -> list[l
 def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the table of all claims with how many of their comparisons have which verdict."""
     text = "\n## The claims\n\n![The gain of each comparison, by claim](images/proof/claims.png)\n\n"
-    text += (
-        "Each point is one finished comparison, and filled points are seen or reversed. In the grey band, the 95 %\n"
-    )
-    text += f"confidence interval contains zero. The page plans {len(found)} comparisons with verdicts.\n\n"
+    text += 'Each point is one finished comparison; filled points have the verdict "seen" or "reversed". For points\n'
+    text += f"in the grey band, the 95 % confidence interval contains zero. In total, {len(found)} comparisons get a "
+    text += "verdict.\n\n"
     text += "| Claim | Verdicts |\n| --- | --- |\n"
     for claim in CLAIMS:
         if claim.pairs:
@@ -170,7 +169,7 @@ def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair]
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the section of a claim, with its verdicts among all that were found."""
     text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* {claim.setting}\n"
-    text += f"* Different keys: {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
+    text += f"* The settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
     text += f"* {claim.note}\n" if claim.note else ""
     text += "\n"
     if not ran(claim, lines):
