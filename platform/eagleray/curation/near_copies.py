@@ -40,13 +40,19 @@ class Likeness:
 
     def between(self, rows: Tensor, others: Tensor) -> Tensor:
         """Return the cosine similarities (r, o) of some rows to others, -1 where their hashes differ too much."""
-        out = self.x[rows].float() @ self.x[others].float().T
+        out = self._directions(rows) @ self._directions(others).T
         if self.signs is not None:
             mirror = signs(MIRRORED.reshape(1), self.x.device)
             some, all_ = self.signs[rows], self.signs[others].T
             alike = torch.maximum(some @ all_, (some * -mirror) @ all_)
             out = out.masked_fill(alike < self.signs.shape[1] - 2 * self.bits, -1.0)
         return out
+
+    def _directions(self, rows: Tensor) -> Tensor:
+        """Return the features of rows in float32. Rounding to float16 has changed their lengths, by which the
+        similarity of equal images would fall below 0.9999."""
+        x = self.x[rows].float()
+        return x.div_(torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(1e-6))
 
 
 def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
