@@ -53,6 +53,7 @@ def test_what_is_within_the_bounds_is_what_yaml_says(text: str):
     [
         ("seed=" + "9" * 90, "seed: expected a number that fits into 64 bits"),
         ("data.cache_size=" + "9" * 400, "data.cache_size: a number of 400 characters"),
+        ("data.cache_size=1.2.3GiB", "data.cache_size: input should be a valid integer"),
         ("data.cache_size=" + "9" * 400 + "GB", "data.cache_size: input should be less than 9223372036854775808"),
         ("out=s3://KEY:HIDDEN@bucket/run", "out: contains a user, password or key"),
         ("data.train=[/a, {url: s3://KEY:HIDDEN@b/t}]", "data.train.1.url: contains a user, password or key"),
