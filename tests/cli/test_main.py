@@ -173,7 +173,7 @@ def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
     assert "timm.create_model" in done.stdout, done.stderr
     code = (
         "import timm, torch; m = "
-        + done.stdout.split("load it")[1].strip()
+        + done.stdout.split("load it")[1].split("\n")[0].strip()
         + "; print(m(torch.zeros(1, 3, 16, 16)).shape)"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -123,7 +123,10 @@ def test_heads_are_exported_and_taken_over(
     card = (folder / "README.md").read_text()
     [start, *_] = read_lines(dino / "starts.jsonl")
     assert all(f"{name}: digest {start[name]}" in card for name in ("data", "order", "code"))
+    heads = (folder / "heads.safetensors").read_bytes()
     export(dino, folder, what="student")
+    assert not (folder / "heads.safetensors").exists()
+    (folder / "heads.safetensors").write_bytes(heads)
     line = refused(capsys, "pretrain", *arguments(recipe(tmp_path, "dino"), shards, tmp_path / "other", *keys))
     assert "an export whose heads.safetensors is of other weights, which has no heads" in line
     assert "--heads: not with --to onnx" in refused(capsys, "export", str(dino), "--to", "onnx", "--heads")

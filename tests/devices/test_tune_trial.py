@@ -26,7 +26,7 @@ def test_trials_run_on_the_device_and_leave_its_memory_free(
             return pretrain(*args, **kwargs)
 
     monkeypatch.setattr(trials.pretrain, "pretrain", on_device)
-    monkeypatch.setattr(trials.pretrain, "to_timm", lambda *_: None)
+    monkeypatch.setattr(trials.pretrain, "write_export", lambda *_: None)
     monkeypatch.setattr(trials.world, "local", lambda gpus: World(DEVICE))
     r = small_run("mocov3", shards, tmp_path / "out", "max_steps=8", "evaluate.probe_epochs=0")
     shared = {

@@ -167,7 +167,7 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
 
 def _small(plan: Plan, target: Devices) -> bool:
     """Return whether a run's weights, moments and images are far below the memory of a CPU."""
-    views = sum(3 * v.size**2 * v.count for v in plan.recipe.views) * plan.recipe.optim.batch
+    views = sum(plan.recipe.planes * v.size**2 * v.count for v in plan.recipe.views) * plan.recipe.optim.batch
     with torch.device("meta"):
         weights = sum(p.numel() for p in build_method(plan.recipe).parameters())
     return 4 * (views + STATE * weights) < SMALL * target.memory * target.ranks
