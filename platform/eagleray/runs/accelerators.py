@@ -9,7 +9,7 @@ from eagleray.config import nearest
 if TYPE_CHECKING:
     from eagleray.runs.step_trace import StepTrace, Work
 
-# Kinds of operations, by what limits their speed.
+# Kinds of operations. FUNCTION are functions such as GELU and softmax; MOVE are all others, which only move memory.
 MATMUL, CONV, ATTENTION, NORM, FUNCTION, MOVE = "matmul", "conv", "attention", "norm", "function", "move"
 PER_NODE = 8  # largest number of accelerators in a machine
 
@@ -54,14 +54,14 @@ ACCELERATORS = {
 # Shares of the peak rates that large operations are assumed to reach, for the reasons in docs/plan.md.
 REACHED = {MATMUL: 0.65, CONV: 0.4, ATTENTION: 0.35}
 REACHED_BANDWIDTH = 0.8
-LAUNCH = 2e-6  # seconds between two operations, on any device
-LATENCY, FAR = 20e-6, 50e-6  # seconds of an all-reduce of few bytes within a machine, and between machines
-HOP = 25e-6  # seconds of a message between two ranks, sent by their CPU processes
+LAUNCH = 2e-6  # seconds that an operation takes in addition to its work, on any device
+LATENCY, FAR = 20e-6, 50e-6  # seconds of an all-reduce of a few bytes: within a machine, and between machines
+HOP = 25e-6  # seconds that a message takes from the CPU process of one rank to that of another
 # Rates of a CPU core. Only their ratios matter, as `local_forecast.calibrated` scales them to the measured speed.
 CORE = {MATMUL: 80e9, CONV: 60e9, ATTENTION: 60e9}  # FLOP/s
 CORE_BANDWIDTH = {FUNCTION: 9e9, NORM: 12e9}  # B/s
-CORE_COPY = 30e9  # B/s of all other operations
-DISPATCH = 8e-6  # seconds in which the host dispatches an operation; a device that is faster waits for the host
+CORE_COPY = 30e9  # B/s of operations of all other kinds
+DISPATCH = 8e-6  # seconds in which the host dispatches an operation; a faster device waits for the host
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Rates:
     dispatch: float = 0.0  # seconds in which the host dispatches an operation while the device works
 
     def seconds(self, trace: "StepTrace") -> float:
-        """Return the seconds of a step on the device, without its input and the exchanges between ranks.
+        """Return the seconds that the device computes in a step, without loading input or communication between ranks.
 
-        Each operation takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al. 2009, the
-        roofline model)."""
+        Each operation takes `launch` and the time of its FLOPs or of its memory traffic, whichever is longer (the
+        roofline model, Williams et al. 2009)."""
 
         def one(w: "Work") -> float:
             computing = w.flops / self.flops[w.kind, w.wide] if w.flops else 0.0
@@ -95,10 +95,10 @@ class Rates:
         )
 
     def fitted(self, short: "StepTrace", short_seconds: float, long: "StepTrace", long_seconds: float) -> "Rates":
-        """Return rates with which the `short` and the `long` step take the given seconds, by slowing all rates by one
-        factor and replacing `launch`.
+        """Return rates at which the step `short` takes `short_seconds` and the step `long` takes `long_seconds`: all
+        rates are slowed by one factor, and `launch` is replaced.
 
-        If the two steps are too alike for this, only the long step takes its seconds, by slowing all rates."""
+        If no positive factor and `launch` achieve this, all rates are slowed so that `long` takes `long_seconds`."""
         free = replace(self, launch=0.0)
         (a, b), (c, d) = ((free.seconds(t), sum(t.work.values())) for t in (short, long))
         area = a * d - b * c
@@ -143,7 +143,7 @@ def stated_rates(device: Accelerator, *, tf32: bool = True) -> Rates:
 
 
 def cpu_rates() -> Rates:
-    """Return the rates of a CPU before they are calibrated."""
+    """Return the assumed rates of a CPU core, before `local_forecast.calibrated` scales them to the measured speed."""
     flops = {(kind, wide): rate for kind, rate in CORE.items() for wide in (False, True)}
     return Rates(flops, dict.fromkeys((*CORE, MOVE), CORE_COPY) | CORE_BANDWIDTH, LAUNCH)
 
@@ -158,5 +158,5 @@ def reduce_seconds(device: Accelerator, ranks: int, size: int) -> float:
 
 
 def agree_seconds(ranks: int) -> float:
-    """Return the seconds in which the ranks' CPUs agree whether to take a step, by an all-reduce of gloo in a ring."""
+    """Return the seconds in which all ranks agree whether to take a step, by gloo's all-reduce in a ring of CPUs."""
     return 2 * (ranks - 1) * HOP

@@ -12,7 +12,7 @@ from eagleray.engine.world import World
 from eagleray.runs.plan import Plan
 from eagleray.runs.run_dir import RunDir
 
-WARNED = 5.0  # seconds between two checks whether a machine is about to be taken away
+WARNED = 5.0  # seconds between two checks whether a machine is about to be preempted
 
 
 class Cadence:
@@ -28,8 +28,7 @@ class Cadence:
         self.saved_step, self.saved_time = start, time.monotonic()
 
     def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate the backbone after this step.
-        It is False after the last step, as the end of a run has its own evaluation."""
+        """Return whether to evaluate the backbone after this step: not after the last, which has its own evaluation."""
         return bool(self.evaluation_steps) and step % self.evaluation_steps == 0 and step < self.steps
 
     def records(self, step: int) -> bool:
@@ -67,7 +66,8 @@ class Agreement:
         self.problem: UserError | Outage | Preempted | None = None
 
     def next_batch(self, batches: Iterator[tuple[Batch, list[BadSample]]]) -> tuple[Batch | None, list[BadSample]]:
-        """Return the next batch, None after the last one or an error, and the bad samples met while reading it."""
+        """Return the next batch and the bad samples met while reading it. The batch is None after the last one, and
+        after an error, which is kept in `problem`."""
         try:
             return next(batches, (None, []))
         except (UserError, Outage) as e:
@@ -76,7 +76,7 @@ class Agreement:
 
     def decide(self, step: int, bad: list[BadSample], *, stop: bool) -> Decision:
         """Return whether all ranks take the step, and whether rank 0 wants to save a checkpoint after it.
-        A step needs a batch on every rank and no request to stop. Bad samples of all ranks go into quarantine."""
+        No rank takes it if one has no batch, has failed or was asked to stop. Bad samples of all are quarantined."""
         due = self.cadence.is_milestone(step) or (self.cadence.saves(step) and not self.folder.saving())
         save = self.world.rank == 0 and due
         look = self.world.spot and self.world.rank == 0 and time.monotonic() > self.warned + WARNED

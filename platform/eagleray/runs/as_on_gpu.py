@@ -1,7 +1,7 @@
 """Trace a training step on fake tensors as it runs on a GPU, also on a machine without one.
 
-The fake tensors are on the CPU, as PyTorch makes none for an absent GPU. So three things of a GPU are imitated: what
-`base.devices` tells about the device, autocast, which keeps more in float32, and batch norm over all ranks."""
+The fake tensors are on the CPU, as PyTorch makes none for an absent GPU. So three things of a GPU are imitated: the
+answers of `base.devices`, autocast (which computes more operations in float32), and batch norm over all ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ huber_loss mse_loss binary_cross_entropy_with_logits dist pdist cdist renorm log
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa prod prod.dim_int softmax.int
 log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """
-UNCAST = ("cat", "stack")  # operations whose inputs autocast casts on a CPU; on a GPU they cast while they write
+UNCAST = ("cat", "stack")  # operations whose inputs autocast casts on a CPU; on a GPU the operations cast while writing
 ALIGNED = 16  # the rows of an attention mask are padded in memory to a multiple of this many columns
 HALF = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """A context in which operations on CPU tensors have the shapes and dtypes that they would have on a GPU."""
+    """A context in which operations on CPU tensors give tensors of the shapes and dtypes that a GPU would give."""
     with devices.pretending(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in FLOAT32.split():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
@@ -53,7 +53,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return scaled_dot_product_attention, computed by one fused operation as on a GPU.
-    The rows of `mask` (..., N, M) are first padded in memory to a multiple of ALIGNED."""
+    The rows of `mask` (..., N queries, M keys) are first padded in memory to a multiple of ALIGNED columns."""
     if mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, scale=scale)[0]  # type: ignore[no-any-return]
     aligned = F.pad(mask, (0, -mask.shape[-1] % ALIGNED))[..., : mask.shape[-1]]
@@ -62,8 +62,8 @@ def attention(
 
 
 def autocast_kernel(name: str, key: str, cast: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the kernel of an operation for autocast's dispatch key `key`: it applies `cast` to each argument, of any
-    type, and runs the operation with this key excluded."""
+    """Return the kernel by which autocast, whose dispatch key is `key`, runs the operation `name`. It applies `cast` to
+    each argument, of any type, and excludes the key, so that the operation does not call this kernel again."""
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
     beyond = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -81,8 +81,8 @@ def widened(x: Any) -> Any:
 
 
 def exchange_moments(module: nn.Module) -> None:
-    """Replace the batch norms of a module, in place, by layers that send as much between ranks as SyncBatchNorm does.
-    PyTorch's SyncBatchNorm does not accept CPU tensors."""
+    """Replace the batch norms of a module, in place, by layers that send as much between ranks as PyTorch's
+    SyncBatchNorm, which does not accept CPU tensors."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.__class__ = type("Exchanging", (_Exchanging, type(part)), {})
@@ -98,8 +98,8 @@ class _Exchanging(nn.SyncBatchNorm):
 
 
 class _Exchange(torch.autograd.Function):
-    """The communication of torch.nn.SyncBatchNorm for x (B, C, ...), which is returned unchanged: each channel's mean
-    and deviation and the number of values in the forward pass, two sums per channel in the backward pass."""
+    """Communicates as torch.nn.SyncBatchNorm does for x (B, C, ...), and returns x. The forward pass gathers the mean
+    and deviation of each channel and the number of values; the backward pass sums two values per channel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measure goodput from starts.jsonl: the share of a run's time that went into steps that were not lost."""
+"""Measure goodput, the share of a run's time that went into steps that were not lost, from starts.jsonl."""
 
 import time
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Attempts:
         self.file.log(self.lines[-1])
 
     def trained(self, step: int) -> None:
-        """Record that the run has taken its last step, if that is not recorded yet. Goodput counts no later time."""
+        """Record that the run has taken its last step, unless this is recorded. Later time does not lower goodput."""
         if "step" in self.lines[-1]:
             self.add(trained=step)
 
@@ -45,15 +45,15 @@ class Attempts:
         return [line for line in self.lines if "step" in line]
 
     def in_vain(self, command: str) -> int:
-        """Return how many starts of a command in a row, the last one included, began at the same step with the same
-        number of ranks. A different step means progress, a different number of ranks a changed cluster."""
+        """Return how many of the latest starts of a command began at the same step with the same number of ranks. A
+        different step would mean progress, and a different number of ranks a changed cluster."""
         starts = [(s["step"], s.get("ranks")) for s in self.starts if s.get("command") == command]
         return next((i for i, start in enumerate(reversed(starts)) if start != starts[-1]), len(starts))
 
     def tally(self, useful: float) -> dict[str, float]:
-        """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput. Goodput is the
-        `useful` seconds of steps divided by all seconds since the first start. The time between the last step, or an
-        end that is not a crash, and the next start does not count, such as that of the evaluation at the end."""
+        """Return the number of restarts, the steps that were repeated, the seconds lost, and goodput: the `useful`
+        seconds of steps divided by all seconds since the first start. The time from the last step of the run, or from
+        an end that is not a crash, to the next start is left out, and so is the evaluation at the end."""
         waited = sum(
             after["time"] - line["time"]
             for line, after in zip(self.lines, self.lines[1:], strict=False)

@@ -28,7 +28,7 @@ class Background(threading.Thread):
         while not self.ended.wait(self.seconds):
             try:
                 self.tick()
-            except Exception as e:  # a file that it reads may be damaged; the next tick may succeed
+            except Exception as e:  # such as for a damaged file; the next tick may succeed
                 known = isinstance(e, UserError | Outage | OSError)
                 line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
                 if line != self.reported:
@@ -36,7 +36,7 @@ class Background(threading.Thread):
                 self.reported = line
 
     def close(self) -> None:
-        """End the thread after its present tick, if there is one. The thread may not have been started."""
+        """End the thread, once a tick that is running has ended. A thread that was not started may be closed, too."""
         self.ended.set()
         if self.is_alive():
             self.join()

@@ -1,6 +1,6 @@
-"""Begin a run for the command that holds it: check everything that may fail, then write the run's first files.
+"""Begin a run for the command that has claimed it: check everything that may fail, then write the run's first files.
 
-The quick checks come before those of the data, which may take long to index."""
+The quick checks come before those of the data, whose indexing may take long."""
 
 import json
 from collections.abc import Sequence

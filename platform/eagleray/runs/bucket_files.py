@@ -40,11 +40,11 @@ NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.NEIGHBOURS, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that rank 0 writes as a whole
 RECORDS |= {layout.MATERIALS}
-NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, layout.FORGOTTEN}  # files that commands write themselves
+NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, layout.FORGOTTEN}  # files that commands write, not rank 0
 NOTES |= {*layout.SWEEP_FILES}
 OVERLAP = 4096  # last bytes of a copied history that are downloaded again, to check that it still has the same content
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
-PATIENCE = 600.0  # seconds to wait for another process that downloads
+PATIENCE = 600.0  # seconds to wait for another process that downloads into the same folder
 SOON, LATEST = 3.0, 60.0  # seconds until the first upload, and most seconds between two uploads
 
 
@@ -78,13 +78,13 @@ class History:
 
     @property
     def whole(self) -> int:
-        """Return the number of bytes before the first gap. A request that a server carries out late may shorten a part,
-        which leaves a gap before the next one."""
+        """Return the number of bytes before the first gap. A gap arises when a server carries out an early upload of a
+        part after a later one, so that the part gets shorter again."""
         gaps = (before.end for before, after in pairwise(self.parts) if before.end < after.start)
         return 0 if self.parts[0].start else next(gaps, self.end)
 
     def read(self, start: int = 0) -> bytes:
-        """Return the content from byte `start` on. Raises UserError when a listed part was deleted, and Outage."""
+        """Return the content from byte `start` on. Raises UserError if a part was deleted, Outage if none is read."""
         wanted, at = list[tuple[str, int, int]](), 0
         for part, length in zip(self.parts, self.lengths, strict=True):
             if (skipped := max(start - at, 0)) < length:
@@ -94,7 +94,7 @@ class History:
 
 
 def histories(blobs: Iterable[Blob]) -> dict[str, History]:
-    """Return the histories among the files of a run's folder by their names."""
+    """Return the histories whose parts are among the files of a run's folder, by name."""
     parts = defaultdict[str, list[HistoryPart]](list)
     for blob in blobs:
         if (match := NAMED.fullmatch(blob.url.rpartition("/")[2])) and match[1] in GROWING:
@@ -109,16 +109,16 @@ def part_url(out: str, name: str, epoch: int, start: int) -> str:
 class Upload:
     """Uploads a growing file in parts.
 
-    When the file has grown, its last part is sent again. The first part that a start sends begins where the file
-    differs from the store, at the latest where the store's last, incomplete part begins, so that it replaces what an
-    earlier writer may send late. A process that dies between two requests leaves the beginning of the file in the
-    store, without gaps or repeated lines.
+    When the file has grown, its last part is sent again. A new start of the run first sends the first part that differs
+    from the store or, if all complete parts are equal, the last, incomplete one. So it replaces what an earlier process
+    may send late. A process that dies between two requests leaves the beginning of the file in the store, without gaps
+    or repeated lines.
     """
 
     def __init__(self, out: str, path: Path, epoch: int, whole: int = 0) -> None:
-        """The store has the first `whole` bytes of the file. Lines are only removed before the first call of `send`."""
+        """The store has the first `whole` bytes of the file. After the first call of `send` the file may only grow."""
         self.out, self.path, self.epoch = out, path, epoch
-        self.start = self.size = -1  # the last part begins at `start`, and `size` bytes of the file were sent
+        self.start = self.size = -1  # first byte of the last part, and number of bytes sent; -1: nothing was sent yet
         self.stored = _checksums(path, whole)
 
     def send(self, put: Callable[[str, bytes], None]) -> None:
@@ -148,7 +148,7 @@ def _checksums(path: Path, size: int) -> list[int]:
 
 
 class RunCopy(Background):
-    """A copy on this machine of a run's records and histories, and of the files in its subfolder `inside`.
+    """A copy on this machine of a run's RECORDS, NOTES and histories, and of the files in its subfolder `inside`.
 
     As a context manager it keeps the copy up to date."""
 
@@ -173,7 +173,7 @@ class RunCopy(Background):
         """Download the files that have changed, and delete those that the store no longer has.
 
         Only one process of this machine does so at a time. Raises Busy when another process takes longer than PATIENCE,
-        UserError and Outage."""
+        and UserError or Outage when the store refuses or does not answer."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with files.lock_folder(self.folder, LOCK, patience=PATIENCE):
             try:
@@ -203,7 +203,7 @@ class RunCopy(Background):
                 self.tags[blob.url] = blob.tag
 
     def _fetch_history(self, history: History, path: Path) -> None:
-        """Append what the copy at `path` lacks, so that its readers can read on. If its end differs, replace it."""
+        """Append what the copy at `path` lacks, so that its readers can go on. If its end differs, replace the copy."""
         size = path.stat().st_size if path.exists() else 0
         start = max(size - OVERLAP, 0)
         if 0 < size <= history.size:
@@ -226,8 +226,8 @@ class RunCopy(Background):
 
 
 def forget(folder: Path, kept: Collection[str] = (), *, folders: bool = True) -> None:
-    """Delete a run's copied files, except those named in `kept`, and with `folders` its subfolders. Otherwise the copy
-    of a run that was deleted from the store would become part of the next run there."""
+    """Delete the local copies of a run's files, except those named in `kept`, and with `folders` its subfolders. After
+    the run was deleted from the store, they would otherwise become part of the next run at its URL."""
     for name in (RECORDS | GROWING | NOTES).difference(kept):
         (folder / name).unlink(missing_ok=True)
     for name in (layout.EXPORT, layout.CHECKPOINTS, layout.TENSORBOARD, layout.WANDB, layout.PROFILE, layout.PICTURES):
@@ -236,7 +236,7 @@ def forget(folder: Path, kept: Collection[str] = (), *, folders: bool = True) ->
 
 
 class Mirror(Background):
-    """Uploads what has changed, at each checkpoint and at least once a minute, while this process holds the run."""
+    """Uploads the files that have changed, at each checkpoint and once a minute, while this process holds the run."""
 
     def __init__(self, out: str, folder: Path, claim: Lease) -> None:
         super().__init__("mirror")
@@ -276,7 +276,7 @@ class Mirror(Background):
 
     def copy(self) -> None:
         """Upload the changed files, and of histories only the new lines. Raises Superseded when another process has
-        taken the run over, UserError, Outage and OSError."""
+        taken over the run, and UserError, Outage or OSError when a file cannot be read or uploaded."""
         self._copy(self._paths() + self._of_sinks())
 
     def _copy(self, paths: list[Path]) -> None:
@@ -314,14 +314,14 @@ class Mirror(Background):
 
     def close(self) -> None:
         super().close()
-        if self.claim.epoch > 1:  # send all records again, as an earlier process may have replaced some late
+        if self.claim.epoch > 1:  # send all records again, as late uploads of an earlier process may have replaced some
             self.sent = {path: sent for path, sent in self.sent.items() if path.name not in RECORDS}
         with side_work(f"not all files of {self.folder} could be uploaded, which the same command does"):
             self.copy()
 
 
 class BucketRun(RunStore):
-    """A run in a bucket. The machines that read it download its files, and that of rank 0 uploads them."""
+    """A run in a bucket. The machine of rank 0 uploads the run's files, and machines that read them download them."""
 
     def __init__(self, out: str) -> None:
         name = f"{out.rstrip('/').rpartition('/')[2]}-{zlib.crc32(out.encode()):08x}"

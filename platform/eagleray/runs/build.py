@@ -77,7 +77,7 @@ def make_trainer(
     precision: Precision,
     wrap: Callable[[Method], nn.Module] = lambda method: method,
 ) -> Trainer:
-    """Return a trainer with the settings of a recipe."""
+    """Return a trainer with the settings of a recipe. `wrap` returns the module that a step calls, such as DDP."""
     o, phases = recipe.optim, recipe.phases
     drops = any(phase.keep < 1 for phase in phases)
     made: Callable[..., Trainer] = partial(PatchDroppingTrainer, phases) if drops else Trainer

@@ -20,7 +20,7 @@ class RunView:
 
     recipe: Recipe
     method: Method
-    out: str  # folder or s3:// URL of the run
+    out: str  # folder of the run, a path or an s3://, gs:// or az:// URL
     rank: int
     ranks: int
     device: torch.device
@@ -58,7 +58,7 @@ class Callbacks:
         self.callbacks: Sequence[tuple[str, Callback]] = [(e.name, self._make(e.name, e.target)) for e in entries]
 
     def _make(self, name: str, target: Any) -> Callback:
-        """Build the callback that a plug-in has registered. Raises PluginError when it is no Callback or fails."""
+        """Create the callback of the class `target`. Raises PluginError if it is no Callback, or its code fails."""
         if not (isinstance(target, type) and issubclass(target, Callback)):
             raise PluginError(f"callback {name}: expected a subclass of eagleray.Callback")
         with foreign_code(f"callback {name}: creating it failed"):

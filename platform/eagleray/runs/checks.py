@@ -82,10 +82,10 @@ def make_plan(
 
 
 def check_method(recipe: Recipe) -> Method:
-    """Build the method without memory for its weights, check that the recipe fits it, and return it.
+    """Build the method on the meta device, without memory for weights, check that the recipe fits it, and return it.
 
-    Raises UserError when it cannot be built, when its backbone cannot take a size that the recipe asks for, and when
-    keys exclude each other.
+    Raises UserError when it cannot be built, when its backbone cannot take images of a size that the recipe asks for,
+    and when keys exclude each other.
     """
     check_lora(recipe)
     with torch.device("meta"):
@@ -205,13 +205,13 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def differences(recipe: Recipe, stored: Recipe) -> str:
-    """Return a text on the first keys that make two recipes different experiments; it is empty if none does."""
+    """Return a text on the first keys that make two recipes different experiments, or an empty text if none does."""
     return config.differences(recipes.identity(stored), recipes.identity(recipe))
 
 
 def check_continues(plan: Plan, state: Mapping[str, Any]) -> None:
     """Raises UserError when a checkpoint's `state` was made with another recipe, other data or another order than the
-    plan's. The error names the keys, or the shard."""
+    plan's. The error names the keys, or the shard, that differ."""
     recipe, out = plan.recipe, plan.recipe.out
     if state["digest"] != recipes.digest(recipe):
         differ = differences(recipe, config.check(Recipe, yaml_text.parse(state["recipe"]), f"{out}/checkpoints"))
@@ -237,6 +237,6 @@ def changed_shards(before: str, now: str) -> str:
 
 
 def _revision(shard: str) -> str:
-    """Return from which revision of a Hugging Face data set a shard was, or an empty string for other shards."""
+    """Return a clause with the Hugging Face revision that a line of `Plan.shards_text` states, or an empty string."""
     _, _, revision = shard.partition(" hf:")
     return f", which was of revision {revision}" if revision else ""

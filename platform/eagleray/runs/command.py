@@ -28,13 +28,13 @@ def new_command() -> str:
 
 
 def holds_run(run: RunStore) -> bool:
-    """Return whether a run has begun: its recipe and environment are then written. Raises UserError and Outage."""
+    """Return whether a run has begun: its recipe and environment exist. Raises UserError or Outage if a read fails."""
     return all(run.get(name) is not None for name in (layout.RECIPE, layout.ENVIRONMENT))
 
 
 @contextlib.contextmanager
 def hold(out: str, command: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """A context in which no other command works on the run in `out`, and no process of an earlier command.
+    """A context in which neither another command nor a process of an earlier command works on the run in `out`.
 
     `say` gets a line before a wait. Raises Busy when another command is at work, and UserError when the run cannot be
     written or holds a sweep. In both cases nothing was written."""

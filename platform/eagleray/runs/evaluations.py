@@ -1,6 +1,6 @@
 """Evaluate the backbone of a run on held-out images, during training and at its end, and compare with an untrained one.
 
-An evaluation that fails does not end the run: its scores are missing, as a finding in the log and the report says."""
+A failed evaluation does not end the run: its scores are missing, and a finding in the log and the report says so."""
 
 import json
 import logging
@@ -49,14 +49,14 @@ from eagleray.runs.verdicts import judge, verdicts
 log = logging.getLogger(__name__)
 STARTS = 2  # number of deaths of the process in an evaluation after which the run goes on without it
 
-ONLINE = 1_300_000, 50_000  # most training and test images of an evaluation during training: enough for ImageNet-1k
+ONLINE = 1_300_000, 50_000  # most training and most test images of an evaluation during training: those of ImageNet-1k
 DRAWN_FROM = 500  # most images from which the picture of nearest neighbours is drawn
-MOST_CROPPED = 1000  # most images whose two crops are compared: enough to notice a difference of 4.5 points
+MOST_CROPPED = 1000  # most images whose two crops are compared: enough to notice a difference of 4.5 percentage points
 SAID = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, START_KNN, START_RANK)  # scores at the start that are logged
 COMPARED = (KNN_TOP1, LINEAR_TOP1, CROPS_FOUND, CROPS_LIDAR, LIDAR_ERROR)  # scores that the verdict compares
 SHOWN = {"knn top-1": KNN_TOP1, "linear top-1": LINEAR_TOP1, "crops found": CROPS_FOUND, "LiDAR": CROPS_LIDAR}
 BASELINES = "untrained"  # the folder of this machine's cache with the scores of untrained backbones
-BASELINE_FORMAT = 1  # increased when evaluations compute other scores
+BASELINE_FORMAT = 1  # version of the stored scores, increased when evaluations compute other scores
 
 Scores = dict[str, float]
 
@@ -83,7 +83,7 @@ class Probed:
 
     @property
     def digests(self) -> list[str]:
-        """Return digests of the images and labels, which are equal for two runs if these are the same."""
+        """Return a digest of the training and one of the test images, with labels. Equal images give equal digests."""
         parts = (self.sets.train, self.sets.train_samples), (self.sets.test, self.sets.test_samples)
         return [data_digest(index, samples) for index, samples in parts]
 
@@ -145,8 +145,8 @@ def held_out(plan: Plan) -> HeldOut:
 
 
 def online(run: RankRun, step: int, starts: int = 1) -> Scores:
-    """Return the scores of an evaluation during training: a classifier is measured on the test set, every other
-    backbone by kNN. They are empty if it fails. `starts` is how often this evaluation has begun, this time included."""
+    """Return the scores of an evaluation during training: of a classifier on the test set, else of kNN. They are empty
+    if the evaluation fails. `starts` is how often it has begun, this time included."""
 
     def measure() -> Scores:
         give_up_after_deaths(starts)
@@ -159,9 +159,8 @@ def online(run: RankRun, step: int, starts: int = 1) -> Scores:
 
 
 def online_sets(run: RankRun, step: int) -> ProbeSets | None:
-    """Return the images of an evaluation during training: at most ONLINE, unless the recipe sets `evaluate.limit`.
-
-    If images are left out, the log of the first evaluation says so."""
+    """Return the labelled images of an evaluation during training, at most ONLINE unless the recipe sets
+    `evaluate.limit`; None without labels. If images are left out, the log of the first evaluation says so."""
     e, plan = run.plan.recipe.evaluate, run.plan
     sets = ProbeSets.of(plan.index, plan.test, e.limit)
     if sets is None or e.limit is not None:
@@ -185,7 +184,7 @@ def online_sets(run: RankRun, step: int) -> ProbeSets | None:
 
 def at_start(run: RankRun, step: int) -> None:
     """Measure the backbone that the run starts from, as at the end of the run, and log and keep its scores. `step` is
-    the number of steps taken so far: 0, unless `start.what=all` takes over those of the source."""
+    the number of steps so far: 0, unless `start.what=all` takes over the steps of the source."""
     guard, images = run.guard, held_out(run.plan)
     starts = dist.from_rank_zero(run.folder.starts_in_vain)
 
@@ -205,7 +204,7 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     """Return the scores at the end of the run, and log them. They are empty if the evaluation fails. Scores that are no
     better than those of the untrained backbone, or worse than at the start, may be findings (`judge`).
 
-    `starts` is how often this evaluation has begun. After its process has died in it twice, it is given up."""
+    `starts` is how often this evaluation has begun. Once the process has died in it twice, it is given up."""
     images = held_out(run.plan)
 
     def measure() -> Scores:
@@ -322,7 +321,7 @@ def untrained_scores(run: RankRun, images: HeldOut) -> Scores:
 
 
 def read_baseline(path: Path) -> Scores:
-    """Return the scores in a file. They are empty if the file is missing or, as the log then says, unreadable."""
+    """Return the scores in a file, or none if it is missing or unreadable. An unreadable file is logged."""
     scores: Scores = {}
     if path.exists():
         with side_work(f"{path}: cannot be read, so the untrained backbone is evaluated again", log.info):
@@ -331,7 +330,7 @@ def read_baseline(path: Path) -> Scores:
 
 
 def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
-    """Return the digest of all that the scores of an untrained backbone depend on."""
+    """Return the digest of all that the scores of an untrained backbone depend on, such as its weights and images."""
     e = {name: value for name, value in asdict(run.plan.recipe.evaluate).items() if name not in ("every", "limit")}
     recipe = run.plan.recipe
     weights = weights_digest(backbone, recipe.backbone, *recipe.data.channels)

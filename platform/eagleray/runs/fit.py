@@ -20,7 +20,7 @@ PER_GPU = 128  # most images of a batch on one GPU; ViT-S with two crops of 224 
 SMALL = 160  # side of images in pixels below which a ViT gets smaller patches
 DEFAULTS = config.to_plain(View())
 PUBLIC = "timm:vit_small_patch16_224.dino"  # name of public weights that errors suggest where there are few images
-READERS = 8  # largest useful number of lanes of a rank
+READERS = 8  # most lanes (slices of a batch, data.lanes) of a rank: up to 8 loader processes read whole lanes
 
 
 class Value(NamedTuple):
@@ -56,7 +56,7 @@ def values_for(recipe: Recipe, images: int, *, gpus: int = 1, size: int = 224) -
 
 
 def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
-    """Yield the batch, and the values that depend on it. Raises UserError when there are too few images."""
+    """Yield the size of the batch, and values that depend on it. Raises UserError when there are too few images."""
     if images < LEAST * STEPS:
         raise UserError(
             f"{images} images are too few to pretrain on; expected at least {LEAST * STEPS}, and some thousands to "
@@ -116,9 +116,9 @@ def long_queue(recipe: Recipe, images: int) -> str | None:
 
 
 def _schedules(recipe: Recipe, epochs: int, steps: int) -> Iterator[Value]:
-    """Yield schedules whose parts in epochs, such as the warm-up, are shortened with the run. If the run is so short
-    that the momentum encoder would stay near its random weights, its momentum is lowered. Each value is a mapping
-    that replaces the whole schedule."""
+    """Yield the schedules that do not suit a run of `epochs` epochs and `steps` steps, with another warm-up and other
+    drops. If the run is so short that the momentum encoder would stay near its random weights, its momentum is lowered.
+    Each value is a mapping that replaces the whole schedule."""
     plain = config.to_plain(recipe)
     sections = [("optim", plain["optim"]), ("method", plain["method"])]
     for key, value in ((f"{name}.{k}", v) for name, section in sections for k, v in section.items()):

@@ -30,13 +30,12 @@ from eagleray.runs.stop_request import StopRequest
 SCORES = {"kNN": KNN_TOP1, "top-1": CLASSIFIER_TOP1, "kNN monitor": MONITOR_KNN}
 QUIET = 15.0  # seconds after which a line says that a run is still starting; this doubles after each line
 LINES = 10  # number of progress lines of a run whose output is not a terminal
-LONG = 600.0  # seconds without a progress line after which a run prints another
-RECENT = 20  # number of newest lines of metrics.jsonl whose speed tells the remaining time
+LONG = 600.0  # longest time in seconds between two progress lines
+RECENT = 20  # number of newest lines of metrics.jsonl from whose mean speed the remaining time is estimated
 
 
 class FollowRun:
-    """A context that shows the log and the progress of a run until it ends. A thread reads them from the run's
-    folder."""
+    """A context in which a thread reads the log and the progress of a run from its folder, and shows them."""
 
     def __init__(self, folder: Path, steps: int, batch: int) -> None:
         """`steps` is the number of steps of the whole run, each with `batch` images."""
@@ -45,9 +44,9 @@ class FollowRun:
         self.thread = threading.Thread(target=self._work, name="follow", daemon=True)
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.scores: dict[str, float] = {}  # newest scores by key, kept as most lines of metrics.jsonl have none
-        self.failure = ""  # error in the log that is held back, as a command that ends with it prints it itself
+        self.failure = ""  # newest error of the log, not printed yet: a command that ends with this error prints it
         self.silence = QUIET  # seconds without a step after which the next line says that the run is starting
-        self.next_step, self.printed = 0, time.monotonic()  # step of the next printed line, time of the last one
+        self.next_step, self.printed = 0, time.monotonic()  # step of the next progress line, time of the last
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
         self.bar = progress_bar("steps", left=False)
@@ -87,14 +86,15 @@ class FollowRun:
                 self._show_progress(self.scores | record)
 
     def _say_that_it_starts(self) -> None:
-        """Print for how long the run has been starting, until it has a line of metrics, if no progress bar is shown."""
+        """Where no progress bar is shown, print for how long the run has been starting, until it has metrics."""
         passed = time.monotonic() - self.printed
         if passed > self.silence and not (self.pace or shows_live(out) or self.ended.is_set()):
             out.print(f"starting for {passed:.0f} s: processes load PyTorch, then the first batches")
             self.silence *= 2
 
     def _print(self, line: str) -> None:
-        """Print a line of train.log without its time and rank. Debug lines and tracebacks are not printed."""
+        """Print a line of train.log without its time and rank. Debug lines and tracebacks are left out, and an error is
+        kept in `failure`."""
         parts = line.split(" ", 4)
         if len(parts) < 5:
             return
@@ -120,16 +120,16 @@ class FollowRun:
             self.next_step, self.printed = step + max(self.steps // LINES, 1), time.monotonic()
 
     def seconds_left(self, step: int) -> float:
-        """Return the seconds that the steps after this one will take at the mean speed of the last lines.
-        The time of starting and indexing, before the first step, is left out, as it says nothing about the steps."""
+        """Return the seconds that the steps after this one will take at the mean speed of the last RECENT lines.
+        The time before the first step, such as of indexing, is not counted, as it says nothing about the steps."""
         each = [self.batch / images for images in self.pace if images > 0]
         return (self.steps - step) * sum(each) / max(len(each), 1)
 
 
 @contextlib.contextmanager
 def following(out: str, steps: int, batch: int, command: str, hours: float | None = None) -> Iterator[StopRequest]:
-    """A context that shows the progress of a run with `steps` steps of `batch` images.
-    An interrupt, or the end of `hours` hours, asks the run to save and stop."""
+    """A context that shows the progress of a run with `steps` steps of `batch` images. `command` is the id of its
+    command. An interrupt, or the end of `hours` hours if it is given, asks the run to save and stop."""
     run = run_store(out)
     with (
         contextlib.closing(StopRequest(out, command)) as stop,

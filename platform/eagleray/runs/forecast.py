@@ -16,9 +16,9 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.step_trace import StepTrace, divided, divisible, trace_step
 
 GIB = 2**30
-CONTEXT = 1.5 * GIB  # bytes of an accelerator's context, libraries' work space and buffers of exchanges
-SPLIT = 1.05  # ratio of the allocator's memory to the tensors', as new tensors do not always fit into freed blocks
-WAITING = 0.9  # share of the model's speed below which exchanges count as the limit of a step
+CONTEXT = 1.5 * GIB  # bytes of an accelerator's context, of libraries' work space and of communication buffers
+SPLIT = 1.05  # ratio of the allocator's memory to that of tensors, as new tensors do not always fit into freed blocks
+WAITING = 0.9  # share of the model's speed, below which the exchange between ranks counts as the limit of a step
 HIDDEN = 0.5  # share of a step's time, that of the backward pass, which overlaps with the exchange of gradients
 MODEL, EXCHANGE, HOST, INPUT, STORE = "model", "exchange between ranks", "host", "decoding", "store"
 OF_STEP, OF_INPUT = (MODEL, EXCHANGE, HOST), (INPUT, STORE)
@@ -39,13 +39,13 @@ class Devices:
         return self.name == "cpu"
 
     def rates_in(self, form: str) -> Rates | None:
-        """Return the rates with the number format `form`. A run in fp32 does not use TF32 (`engine.precision`)."""
+        """Return the rates with the number format `form`, or None if they are unknown. A run in fp32 uses no TF32."""
         return stated_rates(self.accelerator, tf32=False) if self.accelerator and form == "fp32" else self.rates
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The facts about a training set that a plan needs, with the rate at which it can be read."""
+    """The facts about a training set that a forecast needs, and the rates at which its images can be read."""
 
     images: int
     image_bytes: float  # mean bytes of an image file
@@ -66,7 +66,7 @@ class TrainingSet:
 class EarlyPhase:
     """The forecast of a phase of the training in which views are smaller or have fewer patches."""
 
-    until: int  # epoch before which the phase ends
+    until: int  # first epoch after the phase
     sizes: tuple[int, ...]  # sides of the crops in pixels, for each entry of `views`
     steps: int
     flops_per_image: float
@@ -91,15 +91,15 @@ class Forecast:
     batch: int
     images_per_rank: int
     memory: dict[str, int]  # bytes of each rank at the peak, by kind
-    memory_needed: int  # bytes, with what the device needs beside tensors
+    memory_needed: int  # bytes of tensors at the peak and of what the device needs beside tensors
     memory_of_device: int  # bytes
     flops_per_image: float  # FLOPs of training on one image, without those of recomputed activations
     peak_flops: float | None  # FLOP/s of one device in this precision, the base of `mfu`
     step_seconds: float | None  # seconds of a step that does not wait for its input
     mfu: float | None  # model FLOP utilisation
-    rates: dict[str, float]  # images/s that each part could do alone
+    rates: dict[str, float]  # images/s that each part of the run, such as the model or the store, could do alone
     steps: int
-    data_bytes: float  # bytes read from the store
+    data_bytes: float  # bytes read from the store in the whole run
     phases: tuple[EarlyPhase, ...] = ()  # early phases; other numbers are those of the last phase, which needs the most
     # The inputs of the forecast, which `numbers` leaves out.
     recipe: Recipe = field(kw_only=True, compare=False, repr=False)
@@ -238,8 +238,8 @@ def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTra
 
 
 def step_rates(trace: StepTrace, speeds: Rates, devices: Devices, batch: int) -> dict[str, float]:
-    """Return the images/s of steps like `trace` by what may limit them: the device, the device together with the
-    exchanges that it waits for, and the host."""
+    """Return the images/s at which each part could take steps like `trace`: MODEL is the device alone, EXCHANGE the
+    device with the communication between ranks that it waits for, and HOST the host."""
     ranks, seconds = devices.ranks, speeds.seconds(trace)
     rates = {MODEL: batch / seconds}
     if ranks > 1:

@@ -1,7 +1,7 @@
 """Keep the list of images that a run has forgotten. The run reads other images in their place, as for broken images.
 
-`forgotten.jsonl` has a line for each image. It is written after everything that these images have changed was removed
-from the run, so the list holds from the first step on."""
+`forgotten.jsonl` has a line for each image. Before it is written, all that these images have changed is removed from
+the run, such as the checkpoints after their first use. So no remaining step of the run has read them."""
 
 import json
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ def write_forgotten(out: str, lines: Lines) -> None:
 
 
 def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
-    """Return the lines for `samples` that a run forgets. The run goes on without them from `step`."""
+    """Return the lines of forgotten.jsonl for `samples`, without which the run goes on from `step`."""
     names = [_name(index, shard) for shard in range(len(index.shards))]
     return [
         {"shard": names[int(index.shard[s])], "key": index.keys(s, s + 1)[0], "step": step} for s in sorted(samples)
@@ -46,7 +46,7 @@ def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
 
 
 def samples_of(index: Index, lines: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the samples that lines name by shard and key, even if the shards were moved."""
+    """Return the samples that `lines` name by their shard's file name and their key, so shards may have been moved."""
     wanted = defaultdict[str, list[str]](list)
     for line in lines:
         wanted[line["shard"]].append(line["key"])
@@ -66,11 +66,11 @@ def unread_samples(index: Index, folder: Path) -> frozenset[int]:
 
 
 def told(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a text for each step from which a run went on after it had forgotten images, with their number."""
+    """Yield, for each step from which a run went on after forgetting images, a text with their number."""
     for step, count in sorted(Counter(line["step"] for line in lines).items()):
         yield f"{count} image{'s' * (count > 1)}, training went on from step {step}"
 
 
 def _name(index: Index, shard: int) -> str:
-    """Return the name of a shard. All parts of a folder of images have the folder's name, as its paths are unique."""
+    """Return a shard's file name. For a part of a folder of images it is the folder's, as paths in it are unique."""
     return whole(index.shards[shard]).url.rpartition("/")[2]

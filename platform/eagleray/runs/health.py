@@ -19,18 +19,18 @@ LATE = 6  # measurements in a row after which a collapse is reported if features
 SETTLED = 0.2  # share of the highest learning rate below which most conditions are ignored, as little is learnt
 GRACE = 2  # number of first measurements that most checks skip, as features may still be those of random weights
 HISTORY = 100  # number of steps whose median is the usual gradient norm of a layer
-WARM = 30  # first steps, in which no spike is reported
+WARM = 30  # number of first steps, in which no spike is reported
 FACTOR = 20.0  # a spike exceeds this multiple of the median norm
 SIGMAS = 8.0  # a spike also exceeds the median of the log norms by this many robust deviations
-TINY = 1e-30  # smallest norm, as one of zero has no logarithm
-SPREAD = 50  # most steps of a spike, within which it may spread to other layers
+TINY = 1e-30  # lower limit of norms, as zero has no logarithm
+SPREAD = 50  # most steps that a spike lasts, in which it may spread to other layers
 
 FAILED_EVALUATION = "failed evaluation"
 LOST_START = "start lost"
 BELOW, EQUAL = "below untrained", "not above untrained"
 BELOW_START = "below the start"
 AT_END = (BELOW, EQUAL, BELOW_START)  # findings of the evaluation at the end
-DIP = 5  # fewest earlier measurements of the kNN monitor with which a dip is compared
+DIP = 5  # number of earlier measurements of the kNN monitor that it takes to see a dip
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Spike:
     """A stretch of steps with gradient norms far above their median."""
 
     step: int  # the first step of the spike
-    layers: tuple[tuple[str, int, float], ...]  # name, steps since the first, largest multiple of the median
-    lasted: int | None  # steps until all layers were below twice their medians; None: not within SPREAD
+    layers: tuple[tuple[str, int, float], ...]  # a layer's name, its delay in steps, its largest multiple of the median
+    lasted: int | None  # steps until all layers were below twice their medians; None: not in SPREAD steps
 
     @property
     def first(self) -> str:
@@ -121,7 +121,7 @@ class Spikes:
             self.hit[i] = at, max(largest, float(factor[i]))
         calm = bool((factor < 2).all())
         if not self.hit:
-            self.usual = np.vstack([self.usual, now])[-HISTORY:]  # a spike's norms are not usual
+            self.usual = np.vstack([self.usual, now])[-HISTORY:]  # norms of a spike are not added
             return None
         began = min(at for at, _ in self.hit.values())
         return self._over(step - began, calm=calm) if calm or step - began >= SPREAD else None
@@ -150,7 +150,7 @@ class Health:
         """`spikes` reads the gradient norms; `lr` is the highest learning rate of the run, and `frozen` the number of
         first steps in which the backbone is frozen."""
         self.lr, self.frozen, self.spikes = lr, frozen, spikes
-        self.rows: dict[str, int] = {}  # by kind, measurements in a row at which a condition held
+        self.rows: dict[str, int] = {}  # number of latest measurements in a row at which a condition held, by kind
         self.told: set[str] = set()
         self.looks, self.settled = 0, 0  # number of measurements, and of those at which most conditions are checked
         self.curve: list[float] = []  # accuracies of the kNN monitor
@@ -187,15 +187,15 @@ class Health:
         return [Finding(int(record["step"]), kind, text) for kind, text in new]
 
     def _enough(self, kind: str) -> int:
-        """Return for how many measurements in a row a condition must hold to be reported. Collapse takes longer to
-        be reported where features have never been spread, as they are at the start of a run."""
+        """Return for how many measurements in a row a condition must hold to be reported. For a collapse they are more
+        if features were never spread out so far, as the features of random weights are not spread out either."""
         if kind in AT_ONCE:
             return 1
         return LOOKS if kind != "collapse" or self.spread else LATE
 
     def _dip(self, top1: float, error: float) -> str | None:
-        """Return a text when the kNN accuracy falls below the median of the last measurements by more than three
-        times their noise, else None. A dip is reported only at its first measurement."""
+        """Return a text when the kNN accuracy `top1` falls below the median of the last measurements by more than three
+        times their noise, else None. `error` is its standard error. A dip is only reported where it begins."""
         before = self.curve[-8:]
         self.curve.append(top1)
         if len(before) < DIP:
@@ -210,7 +210,7 @@ class Health:
 
 
 def conditions(r: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the problems that one measurement shows, each as kind and text."""
+    """Return the problems that the numbers `r` of one measurement show, each as kind and text."""
     found = []
     if abs(r["input_mean"]) > 3 or not 0.05 < r["input_std"] < 5:
         found.append(
@@ -254,7 +254,7 @@ def words(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Checked(NamedTuple):
-    """The kinds of findings that a run was checked for, with how often, and those that it was not, with the reason."""
+    """Texts on the kinds of findings: which a run was checked for and how often, and which it was not and why."""
 
     done: list[str]
     missing: list[str]

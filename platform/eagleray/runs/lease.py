@@ -2,8 +2,8 @@
 
 A process claims the lease by creating the file `<name>-<epoch>`, which a store lets only one process do. It rewrites
 the file regularly as a sign of life, whose age is measured by the store's clock. The lease is lost when a file of a
-later epoch exists, whatever clocks say. A listing may be out of date: a listed claim that is gone has had a successor,
-and a process meets a claim that is not listed yet when it tries to create the same file."""
+later epoch exists, whatever clocks say. A listing may be out of date: a listed claim that is gone was deleted by a
+later one, and a claim that is not listed yet lets the attempt to create the same file fail."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ from eagleray.storage import store
 BEAT = 10.0  # seconds between two signs of life
 DEAD = 35.0  # seconds without a sign of life after which a lease counts as given up
 SETTLE = 1.0  # seconds after which a claim is read back, as some stores let two processes create one file
-TRIES = 20  # failed claims in a row, as others were faster or the store refused, after which a process gives up
-AGAIN = 3  # most listings of claims; another one is needed if all listed claims were deleted before they were read
+TRIES = 20  # number of failed claims after which a process gives up; others were faster, or the store refused
+AGAIN = 3  # most listings of claims; a listing is repeated if all its claims were deleted before they were read
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Holder:
 
 
 def holder(out: str, name: str, known: int = 0) -> Holder | None:
-    """Return the newest claim of a run's lease, or None. `known` is an epoch whose claim may exist without being
-    listed. Raises UserError and Outage."""
+    """Return the newest claim of a run's lease, or None. `known` is the epoch of a claim that may exist without being
+    listed, or 0. Raises UserError when the store refuses, and Outage when it does not answer."""
     for _ in range(AGAIN):
         epochs = {known, *_epochs(out, name)} - {0}
         for epoch in sorted(epochs, reverse=True):
@@ -56,7 +56,7 @@ def holder(out: str, name: str, known: int = 0) -> Holder | None:
 
 
 def wait_until_silent(out: str, name: str, say: Callable[[str], None], command: str = "", known: int = 0) -> int:
-    """Wait until no process of another command holds a lease, at most DEAD seconds, and return its last epoch.
+    """Wait, at most DEAD seconds, until no process of another command holds a lease, and return the last epoch or 0.
 
     `say` gets a line before the wait. Raises Busy when the holder gives a sign of life meanwhile."""
     first, end = None, time.monotonic() + DEAD
@@ -76,7 +76,7 @@ class Lease(Background):
     """A claim to one of a run's leases, such as that of the rank that writes. Its thread gives the signs of life."""
 
     def __init__(self, out: str, name: str, command: str) -> None:
-        """`command` is the id of the user's command. Processes of one command take a lease from each other."""
+        """`command` is the id of the user's command. A process may take over a lease from another of its command."""
         super().__init__("lease")
         self.out, self.held_as, self.command = out, name, command
         self.at_end: Callable[[], object] = lambda: None  # called when the lease has been closed
@@ -87,7 +87,7 @@ class Lease(Background):
     def claim(self, after: int = 0, say: Callable[[str], None] = lambda line: None) -> None:
         """Take the lease with an epoch above `after` and above all earlier ones.
 
-        Raises Busy when a process of another command holds it, and Outage when no claim can be made."""
+        Raises Busy when a process of another command holds it, and Outage when the store accepts no claim."""
         known = after
         for attempt in range(TRIES):
             known = max(wait_until_silent(self.out, self.held_as, say, self.command, known), known) + 1

@@ -1,4 +1,4 @@
-"""List licences without conditions and the conditions of some others, and tell a file's licence from its name."""
+"""List licences that have no conditions and the conditions of some others, and infer a file's licence from its name."""
 
 import re
 

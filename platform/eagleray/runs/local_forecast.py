@@ -42,9 +42,9 @@ from eagleray.views.sampling import Views
 
 SMALL = 0.01  # share of a CPU's memory below which a run's weights and images certainly fit
 STATE = 4  # size of weights, gradients and two moments as a multiple of the weights
-FILES = 16  # images that are decoded to measure the input
+FILES = 16  # number of images that are decoded to measure the speed of loading
 IMAGES = 4  # images per measured step
-LEAST = 1.0  # least seconds for which steps are measured: at least two after a warm-up step; the fastest counts
+LEAST = 1.0  # least seconds for which steps are measured, two or more after a warm-up step; the fastest counts
 SECONDS = 0.4  # seconds for which decoding is measured
 IMAGE_BYTES = 115_000  # mean bytes of an image file in ImageNet-1k: 147 GB for 1.28 M images
 
@@ -110,7 +110,7 @@ def _say(line: str) -> None:
 def check_named(recipe: Recipe, images: int | None, gpu: str, *, insist: bool) -> None:
     """Print the plan of a recipe on its workers with this kind of GPU, in one line. Raises UserError for an unknown
     GPU, and for a run that cannot fit unless the user `insist`s."""
-    data = TrainingSet(images or fit.IMAGENET, IMAGE_BYTES)  # the machine may have no access to the data
+    data = TrainingSet(images or fit.IMAGENET, IMAGE_BYTES)  # a guess, as this machine may have no access to the data
     result = forecast(recipe, devices_of(gpu, accelerators.find(gpu), recipe.ranks[1]), data)
     _say(result.line())
     if not result.fits and not insist:
@@ -145,7 +145,7 @@ def check_fit(plan: Plan, say: Callable[[str], None], *, insist: bool = False) -
     """Print the forecast of a run in one line, and store it in the run's folder for its records and its report.
 
     Raises UserError when the run cannot fit on this machine's accelerator, unless the user `insist`s. On a CPU this is
-    only a warning, and a run that is small beside the memory is not traced, as that takes longer than it is worth."""
+    only a warning, and a run that is small beside the memory is not forecast, as tracing its step would take long."""
     recipe, target = plan.recipe, local_devices(plan.recipe)
     if target is None or (target.is_cpu and _small(plan, target)):
         return
@@ -191,8 +191,8 @@ def calibrated(
     """Return rates with which two short steps of the recipe take as long as they do on this machine's device.
 
     One step has `images` images and the other a quarter of them, but each at least as many as the method normalises
-    together. Both have the recipe's micro-batches, and recompute no activations. From the two follow the time per
-    operation and the time of its work. Raises UserError as `build_method` does."""
+    together. Both have the recipe's micro-batches, and recompute no activations. The two durations give the time that
+    each operation adds to its work, and the speed of the work. Raises UserError as `build_method` does."""
     if device.type == "cpu":
         keep_freed_memory()  # training keeps freed memory, too
     parts = None if recipe.optim.micro_batch == "auto" else recipe.optim.micro_batch
@@ -224,8 +224,8 @@ def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable
 
 
 def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True, scaled: bool = False) -> float:
-    """Return how many images per second one loader process prepares for a recipe from these image files. `gpu`: for
-    training on a GPU, else on this process's device. `scaled`: with data.decode=scaled. Raises UserError as `packs`."""
+    """Return how many images per second one loader process prepares from image files for training on a GPU or, without
+    `gpu`, on this process's device. `scaled`: with data.decode=scaled. Raises UserError where crops=device fails."""
     channels, views = recipe.data.channels if files else (), Views.of(recipe.views)
     packed = packs(recipe.data.crops, views.views, torch.device("cuda") if gpu else devices.current())
     scaled |= recipe.data.decode == "scaled"
@@ -243,8 +243,8 @@ def decoding_rate(
 ) -> float:
     """Return how many images per second a CPU core decodes and then crops or, if `packed`, packs for a device to crop.
 
-    `files` are image files with these `channels`. Without any, one of ImageNet's usual size is generated. `scaled` is
-    as in a Stream."""
+    `files` are image files with these `channels`. Without files, one of ImageNet's usual size is generated. `scaled`:
+    as with data.decode=scaled."""
     files = files or [photograph()]
     out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
     packer, images = Packer(views, planes(channels)), 0

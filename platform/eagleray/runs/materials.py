@@ -45,7 +45,7 @@ def record(plan: Plan, folder: Path, *, first: bool) -> None:
 
 
 def in_folder(folder: Path) -> tuple[Material, ...]:
-    """Return the materials that a run's materials.json lists; none without it. Raises UserError when it is damaged."""
+    """Return the materials in a run's materials.json; none without this file. Raises UserError when it is damaged."""
     path = folder / layout.MATERIALS
     return parse_record(path.read_text(), str(path)) if path.exists() else ()
 
@@ -70,7 +70,7 @@ def weights_of(key: str, source: str) -> Material:
     name, given = published(source), f"{key}={source}"
     if source.startswith(TIMM):
         settings = timm.get_pretrained_cfg(source.removeprefix(TIMM))
-        file = hub.timm_overlay(settings, given).get("file")  # none for weights that timm gets in another way
+        file = hub.timm_overlay(settings, given).get("file")  # no file where timm does not read the weights from one
         licence = (settings and settings.license) or UNKNOWN
         return Material(key=key, source=name, digest=sha256(Path(file)) if file else "", licences=(licence,))
     if source.startswith(HF):
@@ -101,7 +101,7 @@ def of_file(key: str, name: str, path: Path) -> Material:
 
 
 def newest_digest(out: str) -> str:
-    """Return the SHA-256 of a run's newest checkpoint, as its manifest states it."""
+    """Return the SHA-256 that the manifest of a run's newest checkpoint states, or an empty text."""
     url = f"{out.rstrip('/')}/{layout.CHECKPOINTS}"
     newest = names_in(blobs_of(url))[:1]
     return "".join(str((parse_manifest(store.find(f"{url}/{n}.json") or b"") or {}).get("sha256", "")) for n in newest)
@@ -129,7 +129,7 @@ def facts_of(
 
 
 def unrecorded(recipe: Recipe) -> Iterator[Material]:
-    """Yield the materials that a recipe names, of a run whose folder has no record of them."""
+    """Yield the materials that a recipe names, without digests, for a run whose folder has no record of them."""
     urls = ", ".join(published(source.url) for source in recipe.data.train or ())
     yield Material(key=IMAGES, source=urls, digest="")
     for key, source in recipe.weight_sources.items():

@@ -25,7 +25,7 @@ from eagleray.views.sampling import Views
 log = logging.getLogger(__name__)
 SIZES = (4, 12)  # images per micro-batch in two trial steps, whose peaks give the memory for each image
 SHARE = 0.9  # share of the free memory that a step may take; the rest is for fragmentation and libraries
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # moments per weight, allocated in step 1; those of sgd earlier
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1, "larc": 1}  # moments per weight that step 1 allocates; sgd's exist before
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def room(steps: Sequence[float], alone: Sequence[float], limit: float) -> float:
 
 
 def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
-    """Return for each size of the recipe's views how many images pass through the backbone together, and an image's
-    number of pixels as a share of that of the largest size."""
+    """Return, for each size of the recipe's views, how many crops of `images` images pass through the backbone together
+    and the area of a crop as a share of that of the largest crop."""
     sizes = [v.size for v in Views.of(recipe.views).views]
     return [(images * sizes.count(size), (size / max(sizes)) ** 2) for size in sorted(set(sizes))]
 
@@ -143,8 +143,8 @@ def forwards(recipe: Recipe, images: int) -> list[tuple[int, float]]:
 def held(groups: Sequence[tuple[int, float]], size: int) -> float:
     """Return for how many images of the largest size a step holds activations at once, in micro-batches of `size`.
 
-    A forward pass of more than `size` images is split, and one part at a time is recomputed. The activations of all
-    smaller forward passes are held at once."""
+    `groups` are those that `forwards` returns. A forward pass of more than `size` images is split, and one part at a
+    time is recomputed. The activations of all smaller forward passes are held at once."""
     whole = sum(n * area for n, area in groups if n <= size)
     return whole + max((size * area for n, area in groups if n > size), default=0.0)
 

@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 # Operators of PyTorch (WAITS) and methods of tensors (READS) that make the host wait for a GPU.
 WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")}
 WAITS |= {f"aten::{name}" for name in ("_unique", "_unique2", "unique_dim", "unique_consecutive")}
-WAITS |= {"aten::index", "aten::index_put_"}  # these two wait if the index is a mask
+WAITS |= {"aten::index", "aten::index_put_"}  # they wait if the index is a boolean mask, to count its elements
 READS = ("tolist", "numpy", "cpu", "__array__")
 
 
@@ -52,7 +52,7 @@ class Rehearsal(NamedTuple):
 
     method: dict[str, Tensor]  # parameters and buffers after the last step
     optimizer: dict[str, Any]
-    losses: list[float]  # the mean of each step over all ranks' rows
+    losses: list[float]  # mean loss of each step over the images of all ranks
     gradient: dict[str, Tensor]  # gradients of the first step, averaged over ranks
     reached: set[str]  # parameters that had a gradient other than zero in some step
     monitored: dict[str, float]  # numbers that the run's monitor has measured
@@ -64,8 +64,8 @@ class MethodReport:
 
     method: str
     losses: tuple[float, ...]  # losses of four steps
-    two_ranks: float  # the largest difference of two processes from one, with even and with uneven shares
-    micro_batches: float | None  # difference of micro-batches from the whole batch; None: not measured, with batch norm
+    two_ranks: float  # largest difference of the gradient on two processes from that on one, of even and uneven shares
+    micro_batches: float | None  # difference of the gradient with micro-batches; None: not measured, due to batch norm
 
     def __str__(self) -> str:
         parts = "not checked, because of batch norm" if self.micro_batches is None else f"{self.micro_batches:.1e}"
@@ -76,7 +76,7 @@ class MethodReport:
 
 
 def small_tree(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a small recipe with this `method` section and as few views as the method works with. Raises UserError if
+    """Return a small recipe with `section` as its method and as few views as the method works with. Raises UserError if
     there is no such method."""
     least, _ = config.part_constant("eagleray.methods", section.get("name", ""), "views")
     return {**SMALL, "method": dict(section), "views": [{"size": 16, "count": least}]}
@@ -150,8 +150,8 @@ def rehearse(
 ) -> Rehearsal:
     """Train one rank on random batches, beginning with the state at the end of the rehearsal `resume` if it is given.
 
-    Without `own_optimizer` the optimiser is SGD, as Adam makes whole steps of rounding errors where the true gradient
-    is zero, such as that of the bias of keys."""
+    Without `own_optimizer` the optimiser is SGD, as Adam turns rounding errors into full steps where the true gradient
+    is zero, such as for the bias of the keys of attention."""
     world = World(torch.device("cpu"))
     method = build_method(replace(recipe, seed=recipe.seed + 1) if resume else recipe)
     method.allocate(IMAGES)
@@ -191,8 +191,8 @@ def rehearse(
 def rehearse_on_ranks(
     named: Mapping[str, Recipe], splits: Sequence[tuple[int, int]]
 ) -> dict[tuple[str, tuple[int, int]], Rehearsal]:
-    """Train every recipe on two processes of this machine, once for each pair of shares, and return the outcome of
-    rank 0. Raises PluginError when a process fails."""
+    """Train every recipe on two processes of this machine, once for each pair in `splits`, the numbers of images of the
+    two, and return the outcomes of rank 0. Raises PluginError when a process fails."""
     plain = {name: config.to_plain(recipe) for name, recipe in named.items()}
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -322,8 +322,8 @@ def check_resume(name: str, recipe: Recipe, rows: tuple[int, ...]) -> None:
 
 
 def _check_micro_batches(name: str, recipe: Recipe, one: Rehearsal, unit: int, tolerance: float) -> float | None:
-    """Return the difference between the gradients of micro-batches and of the whole batch; None with batch norm.
-    Raises PluginError when it exceeds the tolerance."""
+    """Return how much the gradient with micro-batches of `unit` images differs from that of the whole batch in `one`;
+    None with batch norm. Raises PluginError when the difference exceeds the tolerance."""
     parts = replace(recipe, optim=replace(recipe.optim, micro_batch=unit))
     try:
         build_method(parts)
@@ -336,7 +336,7 @@ def _check_micro_batches(name: str, recipe: Recipe, one: Rehearsal, unit: int, t
 
 
 def _line(error: BaseException, method: Method) -> str:
-    """Return the file and line of the method's own code where an error arose."""
+    """Return the file and line of the method's own code where an error arose; empty if it arose elsewhere."""
     file = inspect.getsourcefile(type(method))
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({Path(file or '').name}, line {lines[-1]})" if lines else ""

@@ -10,7 +10,7 @@ class Metric(NamedTuple):
     label: str  # the label of an axis or a tile
     about: str = ""  # a sentence; empty: the label says enough
     better: Literal["higher", "lower", ""] = ""
-    when: Literal["log", "look", "evaluation", "end"] = "log"  # lines that have the number; end: only summary.json does
+    when: Literal["log", "look", "evaluation", "end"] = "log"  # which lines have the number; end: only summary.json
     compared: bool = False  # whether several runs are drawn in one plot
     log_axis: bool = False
     gauge: str = ""  # name of its gauge in Prometheus, without the prefix
@@ -107,5 +107,5 @@ FROZEN = (LINEAR_TOP1, KNN_TOP1, KNN_TOP5)
 
 
 def full_name(key: str) -> str:
-    """Return the key of a metric that may be given without `/top1`, such as `knn`."""
+    """Return the full key of a metric whose ending `/top1` may have been left out, such as `knn/top1` for `knn`."""
     return f"{key}/top1" if f"{key}/top1" in METRICS else key

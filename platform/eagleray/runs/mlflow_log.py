@@ -26,7 +26,7 @@ from eagleray.runs.tracking import DataInput, Tracking, reserve
 log = logging.getLogger(__name__)
 LOAD = 30.0  # seconds between two measurements of the machine's load, and between attempts during an outage
 SOON = 2.0  # seconds for which the end of a run waits for MLflow without a message
-LONGEST = 60.0  # most seconds for which it then waits until the run is open, and again until a request is answered
+LONGEST = 60.0  # most seconds for which the end of a run then waits: to open the run, and again for the last answer
 MEGA = 1e6
 GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw")  # fields that nvidia-smi is asked for
 
@@ -45,8 +45,8 @@ class MLflow:
         self.batch: list[Any] = []  # numbers of the request on its way
         self.flying: Future[Any] | None = None
         self.loads: deque[Any] = deque(maxlen=10 * MOST)
-        self.ready = self.away = self.over = False  # the run is open, MLflow is unreachable, nothing more is sent
-        self.began = now()  # time given to lines of metrics.jsonl; MLflow would store a line again with another time
+        self.ready = self.away = self.over = False  # ready: run open; away: no answer; over: nothing more is sent
+        self.began = now()  # time of lines that are sent late; with other times MLflow would store them twice
         self.closing = threading.Event()
         configure(REPLY)
         self.thread = threading.Thread(target=self._watch, name="mlflow", daemon=True)
@@ -68,12 +68,12 @@ class MLflow:
         if self.flying and self.flying.done():
             self._landed()
         if not self.ready:
-            del self.waiting[: -10 * MOST]  # metrics.jsonl has the older ones
+            del self.waiting[: -10 * MOST]  # older numbers are in metrics.jsonl, from which `_open` sends them
         elif not self.flying:
             self.waiting += [self.loads.popleft() for _ in range(len(self.loads))]
             self.batch, self.waiting = self.run.new(self.waiting[:MOST]), self.waiting[MOST:]
             with self._reaching():
-                if self.batch:  # there is no public way to ask whether it has been sent
+                if self.batch:  # the private future below tells when it has been sent; nothing public does
                     sent = self.run.client.log_batch(self.run.id, self.batch, synchronous=False)
                     [self.flying] = sent._operation_futures
 
@@ -99,7 +99,7 @@ class MLflow:
             self.loads.extend(metrics_of({"step": self.step} | machine.look(), now()))
 
     def _open(self) -> None:
-        """Open the run, and send the lines of metrics.jsonl that it lacks. `log` does not send them again."""
+        """Open the run, and send the lines of metrics.jsonl that MLflow lacks. `log` does not send these again."""
         self.run.open()
         older = [m for r in records_of(self.out) for m in metrics_of(r, self.began)]
         self.run.send(self.run.new(older))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 NAME = "backbone"  # the model's name in its run
 COMMIT = "mlflow.source.git.commit"
 BEST = "best"  # alias of the best version; MLflow itself calls the last version NAME/latest
-SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # the first of these that a run has tells how good its version is
+SCORES = (KNN_TOP1, CLASSIFIER_TOP1, LINEAR_TOP1)  # scores by which versions are compared: the first that a run has
 STEP, DATA, SCORE, MODEL = (f"eagleray.{tag}" for tag in ("step", "data", "score", "model"))  # tags of a model
 PACKAGES = ("mlflow", "timm", "torch", "torchvision", "pillow", "safetensors", "numpy", "pandas")
 COLUMN = "image"  # name of the column with image files in the model's input table
@@ -76,7 +76,7 @@ def log_model(client: Any, run_id: str, backbone: Backbone) -> bool:
                 save_model(Path(scratch) / "model", backbone, model_id=model.model_id, run_id=run_id)
             client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
         client.finalize_logged_model(model.model_id, "READY")
-    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # equal ones are stored only once
+    last = [m for m in run.data._metric_objs if not m.key.startswith("system/")]  # MLflow stores equal ones only once
     if {m.key for m in last} - {m.key for m in model.metrics or ()}:
         given = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id) for m in last]
         client.log_batch(run_id, given)
@@ -112,7 +112,7 @@ def save_model(folder: Path, backbone: Backbone, *, model_id: str | None = None,
     settings |= {"channels": known["channels"]} if "channels" in known else {}
     output = TensorSpec(np.dtype("float32"), (-1, description["features"]), "features")
     with tempfile.TemporaryDirectory() as scratch:
-        (data := Path(scratch) / NAME).mkdir()  # a folder without other exports
+        (data := Path(scratch) / NAME).mkdir()  # a folder for the files of the model alone
         for name in ("backbone.json", "backbone.safetensors"):
             (data / name).symlink_to((export / name).resolve())
         torch.save(build(data), data / "model.pth")
@@ -191,6 +191,6 @@ def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> s
 
 
 def is_better(tags: Mapping[str, str], best: Mapping[str, str]) -> bool:
-    """Return whether the score in a version's tags is above that in `best`, on the same metric and data."""
+    """Return whether the score in a version's `tags` is above that in `best`; False for another metric or data."""
     (key, _, value), (other, _, highest) = (t.get(SCORE, "").partition("=") for t in (tags, best))
     return key == other and tags.get(DATA) == best.get(DATA) and float(value) > float(highest)

@@ -47,11 +47,11 @@ def configure(timeout: int, retries: int = 0) -> None:
     """Set the timeout of MLflow's client in seconds, and how often it repeats a request."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = str(retries)
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its lines about tables and migrations tell a user nothing
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # MLflow's lines about tables and migrations help no user
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")  # no model needs the files of the working folder
+    os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")  # no model needs the uv project of the working folder
     logging.getLogger("alembic").setLevel(logging.ERROR)
     logging.getLogger("mlflow.utils.async_logging").setLevel(logging.CRITICAL)  # failures are logged here, in one line
 
@@ -126,7 +126,7 @@ def records_of(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 class MLflowRun:
-    """A run on an MLflow server. Calls raise UserError when a person has to change something, and Outage."""
+    """A run on an MLflow server. Calls raise UserError if a person has to change something, or else Outage."""
 
     def __init__(
         self,
@@ -263,15 +263,15 @@ class MLflowRun:
         self.sent["number"] += len(metrics)
 
     def fill(self, folder: Path, when: int) -> None:
-        """Send each number of the folder that the server lacks, also in the middle of its history."""
+        """Send each number in `folder` that the server lacks, even if it has later ones. `when` is their time."""
         metrics = [m for record in records_of(folder) for m in metrics_of(record, when)]
         with asking(self.tracking.uri):
             there = {k: {m.step for m in self.client.get_metric_history(self.id, k)} for k in {m.key for m in metrics}}
         self.send([m for m in metrics if m.step not in there[m.key]])
 
     def end(self, status: str, files: Iterable[Path], folder: Path | None = None) -> None:
-        """End the run with a `status`, or with an empty one leave its status as it is, and send its files.
-        If `folder` is given, send its summary as tags and the backbone exported there as a model."""
+        """Set the final `status` of the run, unless it is empty, and send its `files`. If the run's `folder` is given,
+        also send its summary as tags and its export as a model."""
         with asking(self.tracking.uri):
             if status and self.client.get_run(self.id).info.status != status:
                 self.client.set_terminated(self.id, status)
@@ -321,8 +321,8 @@ class MLflowRun:
 
 
 def send_missing(folder: Path, tracking: Tracking, params: Mapping[str, Any], status: str) -> str:
-    """Send what MLflow lacks of a run that no process works on, and return in words what was sent. The run is created
-    there if it is missing, and gets the status. Raises UserError, and Outage when the server does not answer."""
+    """Send what MLflow lacks of a run that no process works on, and return in words what was sent. A missing run is
+    created. It gets the `status`. Raises UserError when the server refuses, and Outage when it does not answer."""
     configure(REPLY, RETRIES)
     reserve(tracking, note := folder / layout.MLFLOW, tracking.name or folder.name)
     inputs = [DataInput(*d) for d in read_note(note, tracking.uri).get("inputs", ())]
@@ -346,8 +346,8 @@ def parent_run(tracking: Tracking, note: Path, name: str, params: Mapping[str, A
 def update(
     tracking: Tracking, note: Path, metrics: Mapping[str, float], files: Iterable[Path] = (), status: str = ""
 ) -> None:
-    """Add metrics and files to the run whose id is in the file `note`, and give it a status if it is running. A second
-    call changes nothing. Requests are not retried. Raises UserError when the server has no such run, and Outage."""
+    """Add metrics and files to the run whose id is in the file `note`, and set its status if it is running. A second
+    call changes nothing, and no request is retried. Raises UserError when the run is missing, Outage without answer."""
     configure(REPLY)
     run = MLflowRun(tracking, note)
     with asking(tracking.uri):
@@ -360,9 +360,9 @@ def update(
 
 
 def mend(tracking: Tracking, note: Path, status: str) -> bool:
-    """Give a run in MLflow, whose id is in the file `note`, the `status` with which it ended, if it was killed before
-    it could do so itself. MLflow would show it as running for ever. Returns whether the status was sent, which changes
-    `note`. If that fails, the next call tries again."""
+    """Give a run in MLflow its final `status`, if it was killed before it could do so, as MLflow would else show it as
+    running for ever. `note` is the file with the run's id. Returns whether the status was sent: then `note` has
+    changed. A failure is not raised, and the next call tries again."""
     fields = read_note(note, tracking.uri)
     if "run_id" not in fields or "ended" in fields:
         return False
@@ -375,7 +375,7 @@ def mend(tracking: Tracking, note: Path, status: str) -> bool:
 
 def register_run(tracking: Tracking, key: str, model: str) -> str:
     """Register the model that a run has stored, found by its `key`, as a version of `model`, and return the version.
-    Raises UserError when there is no such model, and Outage."""
+    Raises UserError when there is no such model, and Outage when the server does not answer."""
     from eagleray.runs.mlflow_model import known_model, register
 
     configure(STORED, RETRIES)

@@ -24,7 +24,7 @@ from eagleray.runs.metrics import MONITOR_KNN
 from eagleray.runs.recipe import Watch
 
 BANK = 2**17  # largest default size of the bank, in features: a tenth of ImageNet-1k, as in the paper
-ROWS = 512  # number of features that are measured, as more would cost more and tell no more
+ROWS = 512  # number of features whose spread and rank are measured; more would cost more and tell no more
 
 
 class Monitor:
@@ -43,8 +43,8 @@ class Monitor:
         images: int = 0,
         labelled: bool = False,
     ) -> None:
-        """`images` is the size of the training set. If `settings` state no size of the bank of features for kNN, it
-        holds a tenth as many. The kNN accuracy is measured only if the images are `labelled`."""
+        """`images` is the size of the training set. The bank of features for kNN has the size in `settings` or, by
+        default, holds a tenth as many features. The kNN accuracy is measured only if the images are `labelled`."""
         self.method, self.settings, self.every = method, settings, settings.every
         self.labelled, self.step = labelled, 0
         named = [(n, p) for n, p in method.named_parameters() if p.requires_grad]
@@ -61,7 +61,7 @@ class Monitor:
         projector.register_forward_hook(self._collect_features)
         optimizer.register_step_pre_hook(self._copy_trunk)
         optimizer.register_step_post_hook(self._measure_update)
-        self._features: list[tuple[Tensor, Tensor]] = []  # pooled and projected, of a step's first forward passes
+        self._features: list[tuple[Tensor, Tensor]] = []  # (pooled features, projections) by forward pass of a step
         self._rows: float = math.inf  # rows to collect in a step: two views of each image; known after one step
         self._norms: list[Tensor] = []
         self._look: dict[str, Tensor] = {}
@@ -135,7 +135,7 @@ class Monitor:
 
     @property
     def queries(self) -> int:
-        """Return how many of the newest crops are classified."""
+        """Return how many of the newest crops kNN classifies."""
         return min(2 * ROWS, self.bank.filled // 4)
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ def uniformity(z: Tensor) -> Tensor:
 
 
 def input_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of pixels (B, 3, H, W): about 0 and 1 where images are normalised."""
+    """Return mean and standard deviation of pixels (B, C, H, W): about 0 and 1 where images are normalised."""
     std, mean = torch.std_mean(x.float())
     return mean, std
 
@@ -275,5 +275,5 @@ def distance(a: Sequence[Tensor], b: Sequence[Tensor], whole: Sequence[Tensor] |
 
 
 def size(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
-    """Return the norm of a list of tensors, taken as one vector. `split` is as in `dist.norms`."""
+    """Return the norm of a list of tensors, taken as one vector. `split`: whether they hold only this rank's rows."""
     return torch.linalg.vector_norm(norms(tensors, split=split))

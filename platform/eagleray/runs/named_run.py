@@ -1,4 +1,4 @@
-"""Find the run that a command names in place of a recipe, by its folder or URL, to go on with it.
+"""Find the run that a command names in place of a recipe, by its folder or URL, to continue or use it.
 
 Stores are imported late, as they import NumPy, which showing a recipe does not need."""
 
@@ -39,7 +39,7 @@ def one_look() -> AbstractContextManager[None]:
 
 def named_run(name: str) -> NamedRun | None:
     """Return the run in a folder, at a URL or at the URL of its recipe.yaml, else None. A shipped recipe has priority
-    over a folder of its name. Raises UserError when a recipe is there but no run has begun, and Outage."""
+    over a folder of its name. Raises UserError if a recipe is there but no run, Outage if a store does not answer."""
     known = {} if _looked is None else _looked
     if name not in known:
         known[name] = _find(name)

@@ -51,7 +51,7 @@ class Plan:
     recipe: Recipe
     stream: Stream
     test: Index | None
-    steps: int  # steps of the whole run; with max_steps fewer than the schedules are made for
+    steps: int  # steps of the whole run; with `max_steps` they may be fewer than the schedules are made for
     forgotten: tuple[str, ...] = ()  # lines for the log about images that the run has forgotten
 
     @property
@@ -69,7 +69,7 @@ class Plan:
 
     @functools.cached_property
     def origin(self) -> dict[str, str]:
-        """Return the digests of recipe, data, order and code, which determine what the run learns, by name."""
+        """Return, by name, the digests of recipe, data, order and code, which determine what the run learns."""
         values = recipe_digest(self.recipe), shards_digest(self.index), order_digest(self.stream), code_digest()
         return dict(zip(DIGESTS, values, strict=True))
 
@@ -120,7 +120,7 @@ def open_plan(
         index = open_on_all(partial(opening, sources))
     forgotten = dist.from_rank_zero(lambda: read_forgotten(recipe.out))
     index = replace(index, forgotten=samples_of(index, forgotten))
-    with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe's path may be missing
+    with named("data.test", "; name another, or none: data.test=null"):  # a shipped recipe may name a missing path
         test = open_on_all(partial(opening, data.test)) if data.test else None
     cache = Cache(Path(data.cache), data.cache_size) if data.cache else None
     views, batch = Views.of(recipe.views), recipe.optim.batch
@@ -158,7 +158,7 @@ def opened_again(recipe: Recipe) -> Iterator[Plan]:
 
 
 def _select(index: Index) -> Selection | None:
-    """Return how often each sample is read, as the sources of an index ask for it; None if they ask for nothing."""
+    """Return which samples the sources of an index select, and how often each is read; None if they select nothing."""
     if not any(source.selects for source in index.sources):
         return None
     from eagleray.data.columns import select
@@ -167,7 +167,7 @@ def _select(index: Index) -> Selection | None:
 
 
 def steps_of(recipe: Recipe, stream: Stream) -> int:
-    """Return the steps of a whole run."""
+    """Return the number of steps of a whole run, which `max_steps` of the recipe limits."""
     steps = recipe.optim.epochs * stream.steps_per_epoch
     return min(steps, recipe.max_steps or steps)
 

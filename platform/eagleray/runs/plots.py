@@ -27,7 +27,7 @@ from eagleray.runs.summary import read_summary
 POINTS = 1000  # most points of a line, as there are no more pixels
 FEW = 8  # number of points below which a line gets markers, as it is too short to see
 WIDTH, LEFT, RIGHT, GAP = 10.0, 0.85, 2.1, 0.14  # inches: the page, left and right margins, space between panels
-ROWS, ROW, LETTER = 4, 0.15, 0.07  # most rows of labels above the panels; inches of a row and of a letter
+ROWS, ROW, LETTER = 4, 0.15, 0.07  # most rows of labels above the panels; inches of a row and of a letter's width
 # Maps the keys of gradient norms that belong to no layer to the label, colour and style of their curves.
 REST = {f"grad/{TRUNK}": ("rest of the trunk", GREY, ":"), f"grad/{HEADS}": ("heads", GREY, "--")}
 
@@ -51,7 +51,7 @@ class Panel:
     height: float  # inches
     lines: Sequence[Line]
     log: bool = False
-    marks: str = ""  # the kind of finding that its lines show
+    marks: str = ""  # kind of finding that a triangle marks on the lines
     right: Sequence[Line] = field(default=())  # lines with an axis of their own
 
 
@@ -210,7 +210,7 @@ def in_rows(names: Sequence[Name], letter: float) -> list[Name]:
     """Return the labels, each in the lowest row where it fits and where the line from its step crosses no other
     label. Labels are set from right to left. `letter` is the width of a letter in steps."""
     placed: list[Name] = []
-    starts: list[float] = []  # step at which the leftmost label of each row starts
+    starts: list[float] = []  # step at which the leftmost label of each row starts, from the lowest row up
     for n in sorted(names, reverse=True):
         end = n.step + letter * (len(n.text) + 1)
         row = next((i for i in range(len(starts)) if end < min(starts[i:])), len(starts))

@@ -41,9 +41,8 @@ def pretrain(
     """Train a run, or continue it, until the planned steps are taken, then evaluate and export.
 
     Returns the summary, or None when the run was asked to stop before its end. `command` is the id of the user's
-    command, and `stop` an event by which a command asks a run in its own process to stop. Raises UserError, Outage and
-    Preempted.
-    """
+    command, and `stop` an event by which a command asks a run in its own process to stop. Raises UserError if a person
+    has to act, Outage when a store does not answer, and Preempted when a machine is about to be taken away."""
     check_device(recipe, world.device)  # an unsupported number format or compiler is reported before anything starts
     precision = Precision.of(recipe.precision, world.device)
     if world.why:  # an earlier attempt had access, so a refusal may only mean that credentials are being renewed

@@ -80,7 +80,7 @@ def published(value: Any) -> Any:
 
 
 def parse_record(text: str, name: str) -> tuple[Material, ...]:
-    """Return the materials in the text of the file `name` in a run's folder. Raises UserError when it is damaged."""
+    """Return the materials in `text`, the content of a run's file `name`. Raises UserError when it is damaged."""
     with explained(f"{name}: not written by eagleray", *NO_JSON):
         return config.check(Record, json.loads(text), name).materials
 
@@ -115,7 +115,7 @@ def remove_stale(folder: Path, names: Sequence[str]) -> None:
 
 
 def field_digests(facts: Provenance) -> dict[str, str]:
-    """Return the digest of each field."""
+    """Return the digest of each field except `fields`, by name."""
     plain = config.to_plain(facts)
     return {name: _short(json.dumps(value).encode()) for name, value in plain.items() if name != "fields"}
 
@@ -140,7 +140,8 @@ def _short(data: bytes) -> str:
 
 
 def licences(materials: Sequence[Material], of: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each material, in words, with each of its licences, and likewise all that it was made from."""
+    """Yield each material, in words, with each of its licences, and likewise those that it was made from. `of` is put
+    behind the word of a material, such as ` of the teacher`."""
     for material in materials:
         word = WORDS.get(material.key, "start weights")
         known = f" ({material.source})" if material.source.startswith(("timm:", "hf:")) else ""

@@ -34,7 +34,7 @@ from eagleray.runs.start_guard import Anchor, StartGuard
 from eagleray.runs.step_log import Clock, OpenLine
 
 log = logging.getLogger(__name__)
-STATEFUL = ("method", "optimizer", "monitor", "precision", "guard", "anchor", "line")  # a checkpoint holds their states
+STATEFUL = ("method", "optimizer", "monitor", "precision", "guard", "anchor", "line")  # parts that checkpoints hold
 GROUPED = "a new run takes over its weights with start='{from: OUT, what: method}'"
 
 
@@ -74,12 +74,12 @@ class RankRun(NamedTuple):
         return {"precision": recipe.precision, "reading": Reading(workers, stream.cache, stream.patience)}
 
     def wrap(self, method: Method) -> nn.Module:
-        """Return the module that a step calls: the method with the anchor's loss, if there is one, whose gradients are
-        averaged over ranks."""
+        """Return the module that a step calls: it runs the method, adds the anchor's loss, if there is an anchor, and
+        averages gradients over ranks."""
         return self.world.wrap(self.anchor.joined(method), reduce=self.plan.recipe.optim.reduce)
 
     def compare_with_start(self, step: int) -> dict[str, float]:
-        """Return the guard's comparison of the backbone with the start, on images read like those of evaluations."""
+        """Return what `StartGuard.measure` finds about the backbone, with the settings of `embedding`."""
         return self.guard.measure(step, self.export, **self.embedding)
 
 
@@ -151,7 +151,7 @@ def load_checkpoint(run: RankRun, state: dict[str, Any]) -> int:
 
 
 def load_parts(run: RankRun, state: dict[str, Any], names: Sequence[str]) -> None:
-    """Load the objects of a run with these `names` from a checkpoint. They include the method and the optimiser."""
+    """Load the objects `names` of a run, which must include `method` and `optimizer`, from a checkpoint's `state`."""
     parts = {name: getattr(run, name) for name in names}
     if run.sharded:
         read = partial(sharded_checkpoint.read_rows, Path(state.get("shards", "")))

@@ -170,7 +170,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Track:
-    """The places, beside the run folder, of a run's history and its backbone."""
+    """The trackers that get a run's history, and the name under which its backbone is registered."""
 
     # Name under which MLflow's registry gets the backbone of the finished run (docs/running.md#the-backbone-as-a-model)
     register: ModelName | None = None
@@ -267,8 +267,8 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def identity(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted keys of a recipe, or of its plain tree, that must be equal in two runs of the same experiment,
-    with their values."""
+    """Return the dotted keys of a recipe, or of its plain tree, whose values two runs of one experiment must share, and
+    these values."""
     keys = config.flatten(recipe) if isinstance(recipe, Mapping) else flat(recipe)
     free = (*OPERATION, *_changeable_keys(keys.get("method.name")))
     kept = {k: v for k, v in keys.items() if not any(k == f or k.startswith(f + ".") for f in free)}
@@ -293,7 +293,7 @@ def digest(recipe: Recipe) -> str:
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), *, named: bool = False) -> Recipe:
     """Return the resolved recipe of a shipped name, a file or a run, with a default for `out`. `plugins` are added to
-    those that the recipe lists. With `named`, no further plug-in is loaded, as those of a run may be a stranger's.
+    those that the recipe lists. With `named`, plug-ins that the user has not named are refused instead of loaded.
     Raises UserError when the recipe is wrong or missing, and Outage when the run is in a store that does not answer."""
     from eagleray.runs.named_run import named_run
 
@@ -306,7 +306,7 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = (), 
 
 def read(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys of a recipe, which are not checked yet, and load no plug-in. The arguments are those of `load`.
-    Raises UserError when the recipe cannot be read, and Outage."""
+    Raises UserError when the recipe cannot be read, and Outage when a store does not answer."""
     from eagleray.config import bundled
     from eagleray.runs.named_run import named_run
 
@@ -366,7 +366,7 @@ def _check_view_count(recipe: Recipe) -> None:
 
 def needs_boxes(recipe: Recipe) -> bool:
     """Return whether the method reads the boxes of views, which tell where in the image each view lies.
-    A method for which they are optional reads them if no view moves pixels after its crop."""
+    A method for which boxes are optional reads them if no view moves pixels after its crop."""
     needs = config.part_constant("eagleray.methods", recipe.method.name, "needs_boxes")
     return not any(view.moving for view in recipe.views) if needs is None else bool(needs)
 
@@ -382,7 +382,7 @@ def _check_boxes(recipe: Recipe) -> None:
 
 
 def _with_channels(recipe: Recipe) -> Recipe:
-    """Return the recipe with a backbone for its images' channels. Raises UserError when other keys contradict them."""
+    """Return the recipe with a backbone for the channels of its images. Raises UserError when keys contradict these."""
     channels, options = recipe.data.channels, recipe.backbone.options
     given = options.get("in_chans", recipe.planes)
     if given != recipe.planes:

@@ -121,7 +121,7 @@ class RunDir:
             log.info("%s; the run has saved and starts again", error)
         elif isinstance(error, Exception) and not isinstance(error, UserError | Outage) and not is_full(error):
             log.error("the run failed: %s: %s", type(error).__name__, one_line(error), exc_info=error)
-        elif isinstance(error, OSError) and self.mlflow:  # the cause, before errors of MLflow on the same disk
+        elif isinstance(error, OSError) and self.mlflow:  # logged before MLflow fails on the same disk
             log.error("ends: %s", _of_disk(error))
         if self.starts and (error is None or isinstance(error, UserError | Outage)):
             self.starts.add(ended=True)
@@ -142,7 +142,7 @@ class RunDir:
         self.closing.callback(attempt)
 
     def _explain(self, error: BaseException | None) -> None:
-        """Raise UserError in place of the error of a full or broken disk."""
+        """Raise UserError if `error` is that of a full or broken disk, and else do nothing."""
         if isinstance(error, OSError) and is_full(error):
             line = f"out={self.out}: cannot be written: {_of_disk(error)}; the same command continues"
             raise UserError(line) from error
@@ -219,7 +219,7 @@ class RunDir:
             self._send(record)
 
     def log_start(self, scores: Mapping[str, float]) -> None:
-        """Write down the numbers of the backbone that the run starts from."""
+        """On rank 0, store the scores of the backbone that the run starts from, and send them to trackers."""
         if self.rank == 0:
             files.write_atomic(self.path / layout.START_SCORES, json.dumps(scores, indent=1))
             self._send({"step": 0, **scores})
@@ -231,18 +231,17 @@ class RunDir:
         self.sinks.log(record)
 
     def log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Log the loss and the gradient norm of each step, in full precision."""
+        """On rank 0, write `lines` to steps.jsonl: the loss and the gradient norm of each step, in full precision."""
         if self.rank == 0:
             self.steps.log(*lines)
 
     def trained(self, step: int) -> None:
-        """Note that the last step was taken, on rank 0."""
+        """On rank 0, record that the last step was taken."""
         if self.starts:
             self.starts.trained(step)
 
     def goodput(self, useful: float) -> dict[str, float]:
-        """Return goodput, restarts and lost time, on rank 0. `useful` is the seconds of the steps that were not
-        lost."""
+        """Return goodput, restarts and lost time on rank 0, nothing on others. `useful`: seconds of steps not lost."""
         return self.starts.tally(useful) if self.starts else {}
 
     def _write_late(self) -> None:
@@ -257,7 +256,7 @@ class RunDir:
         if not rows:
             self.writer.save(step, state)
             return
-        self.writer.wait()  # ranks use one process group to agree that the last checkpoint's rows are stored
+        self.writer.wait()  # ranks share one process group to agree that rows are stored, so one checkpoint at a time
         if self.shards is None:
             self.shards = ShardWriter(self.writer.scratch, self.writer.store_file, scratch=self.writer.copies)
             self._at_end(self.shards.wait)
@@ -268,7 +267,7 @@ class RunDir:
             self.shards.follow(finish)
 
     def keep(self, step: int | None) -> None:
-        """Keep the checkpoint of a step in addition to the newest ones."""
+        """Keep the checkpoint of a step in addition to the newest ones; None: only these."""
         self.writer.best = step
 
     def saving(self) -> bool:
@@ -285,18 +284,18 @@ class RunDir:
         return None
 
     def note_skip(self, step: int, keys: list[str]) -> None:
-        """Log a step whose gradients were not finite, with the keys of its images."""
+        """On rank 0, log a step whose gradients were not finite, with the keys of its images."""
         if self.rank == 0:
             log.warning("step %d had no finite gradient and was skipped", step)
             self.skipped.log({"step": step, "keys": keys})
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far, on rank 0."""
+        """Return the lines of metrics.jsonl so far on rank 0, and none on others."""
         return read_history(self.path / layout.METRICS) if self.rank == 0 else []
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
-        """Log the findings, each with advice on what to change. Findings of the evaluation at the end are left out if
-        they are known, as this evaluation is repeated when its process has died."""
+        """On rank 0, log the findings with advice on what to change. Known findings of the evaluation at the end are
+        left out, as this evaluation is repeated when its process has died."""
         known = [(f["step"], f["kind"]) for f in self._found()] if findings else []
         for found in findings if self.rank == 0 else ():
             if (found.step, found.kind) in known and found.kind in AT_END:
@@ -305,15 +304,16 @@ class RunDir:
             self.findings.log(asdict(found))
 
     def _found(self) -> list[dict[str, Any]]:
-        """Return the findings so far, on rank 0."""
+        """Return the findings so far on rank 0, and none on others."""
         return read_history(self.path / layout.HEALTH) if self.rank == 0 else []
 
     def has_line(self, step: int) -> bool:
-        """Return whether metrics.jsonl has the line of a step, on rank 0."""
+        """Return, on rank 0, whether metrics.jsonl has the line of a step. Other ranks return False."""
         return any(record["step"] == step for record in self.records())
 
     def begin_online(self, step: int) -> int:
-        """Note, on rank 0, that the evaluation at a step of the training begins, and return how often it has begun."""
+        """On rank 0, record that the evaluation at a step of the training begins, and return how often it has begun,
+        this time included. Other ranks return 0."""
         if self.rank != 0:
             return 0
         path = self.path / layout.EVALUATION
@@ -323,8 +323,8 @@ class RunDir:
         return starts
 
     def begin_evaluation(self, summary: Mapping[str, Any]) -> int:
-        """Write the summary without scores, and return how often the evaluation at the end of the run has begun, on
-        rank 0."""
+        """On rank 0, write the summary without scores, and return how often the evaluation at the end has begun, this
+        time included: it is given up if the process keeps dying in it. Other ranks return 0."""
         if self.rank != 0:
             return 0
         path = self.path / layout.SUMMARY
@@ -333,7 +333,7 @@ class RunDir:
         return starts
 
     def end(self, summary: dict[str, Any], useful: float) -> None:
-        """Write the summary with restarts, goodput and the number of bad samples, and send the results to MLflow."""
+        """On rank 0, write the summary with restarts, goodput and bad samples, and send the results to MLflow."""
         if self.rank != 0:
             return
         assert self.starts is not None

@@ -1,7 +1,8 @@
 """Keep the files of a run in a folder or in a bucket, with the same methods for both.
 
-A command reads the run from `view`, and rank 0 writes it into `work`. For a run in a folder, both are that folder. For
-a run in a bucket, they are two local copies in the cache of this machine, where rank 0 and a command may both run."""
+A command reads the run from the folder `view`, and rank 0 writes it into the folder `work`. For a run in a folder, both
+are that folder. For a run in a bucket, they are two local copies in this machine's cache: two, because rank 0 and a
+command may run on the same machine. What rank 0 writes is then uploaded (see `bucket_files`)."""
 
 import contextlib
 import socket
@@ -47,7 +48,7 @@ class FolderClaim:
 
 
 class RunStore:
-    """The files of a run in a folder. Methods raise UserError, and Outage when a store does not answer.
+    """The files of a run in a folder. Methods raise UserError if a store refuses, and Outage if it does not answer.
 
     A file's `name` is its path in the run's folder, such as `recipe.yaml` or `pictures/knn.png`."""
 
@@ -69,8 +70,7 @@ class RunStore:
         store.put_bytes(f"{self.out}/{name}", text.encode() if isinstance(text, str) else text)
 
     def share(self, path: Path) -> None:
-        """Upload a file that was written below `view` or `work`, if the run is at a URL. For a run in a folder, do
-        nothing. Raises OSError."""
+        """Upload a file below `view` or `work` if the run is at a URL, else do nothing. Raises OSError if it fails."""
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
@@ -86,8 +86,8 @@ class RunStore:
             file.write(text)
 
     def fetch(self, inside: str = layout.EXPORT, *, work: bool = False) -> Path:
-        """Download what is new of the run's records, its histories and its subfolder `inside`, into `view` or, with
-        `work`, into `work`, and return the path of that copy. A run in a folder needs no copy."""
+        """Download new records, histories and files of the subfolder `inside` into the folder `view` or, if `work` is
+        true, into the folder `work`, and return its path. A run in a folder needs no copy."""
         return self.view
 
     def following(self) -> contextlib.AbstractContextManager[object]:
@@ -121,8 +121,8 @@ class RunStore:
         except Busy as e:
             if name == layout.COMMAND:
                 raise
-            # This command holds the run already, so a rank of it hangs and has the lock. That rank's machine may yet be
-            # found dead, so this is an Outage.
+            # This command holds the run, so the lock belongs to one of its own ranks, which hangs. This is an Outage,
+            # as the file system may yet notice that the rank's machine is dead.
             raise Outage(f"{e}, which another process of this run has to lock") from None
         return FolderClaim(lock, after, self.work if new else None)
 
@@ -136,16 +136,16 @@ class RunStore:
             return files.lock_folder(self.work, name, patience=patience, note=note)
 
     def wait_until_free(self, name: str, say: Say) -> None:
-        """Wait until no process holds the run under a name. Raises Busy when a process goes on holding it."""
+        """Wait until no process holds the claim `name` of the run. Raises Busy when a process goes on holding it."""
         with self._lock(name, "", say, PATIENCE):
             pass
 
     def is_claimed(self, name: str = layout.OWNER) -> bool:
-        """Return whether a process holds the run under a name, as far as this machine can tell."""
+        """Return whether a process holds the claim `name` of the run, as far as this machine can tell."""
         return files.is_locked(self.view / name)
 
     def flush(self) -> None:
-        """Flush the histories in `work` to the disk. Raises OSError."""
+        """Flush the histories in `work` to the disk. Raises OSError when this fails."""
         for path in self.work.glob("*.jsonl"):
             files.sync_file(path)
         files.sync_folder(self.work)

@@ -28,7 +28,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder. Numbers of later steps from an earlier start are hidden."""
+    """Event files in the run's folder. Numbers that an earlier start wrote for steps after `step` are hidden."""
 
     def __init__(self, out: Path, step: int, settings: Mapping[str, Any]) -> None:
         package("tensorboard", "tensorboard")
@@ -92,7 +92,7 @@ class Sinks:
             self._attempt(name, lambda name=name: self.open.update({name: SINKS[name](out, step, settings)}))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the numbers of a line."""
+        """Write the numbers of `record`, a line of metrics.jsonl, to all sinks."""
         numbers = {k: float(v) for k, v in record.items() if k != "step" and isinstance(v, int | float)}
         for name, sink in list(self.open.items()):
             self._attempt(name, lambda sink=sink: sink.log(record["step"], numbers))

@@ -76,8 +76,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def check_run(path: str) -> None:
-    """Raises UserError for a path on this machine that is missing or a folder without checkpoint. URLs are read
-    later."""
+    """Raises UserError when a path on this machine is missing, or is a folder without checkpoint. A URL is accepted."""
     if not store.may_exist(path):
         raise UserError(f"{path}: no such run or checkpoint")
     if _lacks_checkpoint(path):

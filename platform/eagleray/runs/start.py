@@ -45,7 +45,7 @@ class StartSource:
     weights: Weights  # the backbone that the source's method exports
     about: str  # a phrase that describes the source
     backbones: Mapping[str, Weights]  # keys are STUDENT and TEACHER; empty where the source is a backbone alone
-    parts: Mapping[str, Tensor]  # the method without its backbones, by common names
+    parts: Mapping[str, Tensor]  # the method's tensors outside of its backbones, by common names
     state: Mapping[str, Any] | None = None  # the state of a checkpoint of eagleray
     run: Restored | None = None
 
@@ -64,7 +64,7 @@ class Note(NamedTuple):
     file: str  # the file in the run's folder that keeps `lines`
     said: list[str]  # lines that the command prints, followed by the file's path
     lines: list[str]
-    warning: str  # why the weights' pixel mean and std could not be converted to ours; empty if they were
+    warning: str  # why weights could not be converted to this package's pixel mean and std; empty if they were
 
 
 class Started(NamedTuple):
@@ -182,7 +182,7 @@ def _in_backbone(common: str) -> bool:
 
 
 def part_of(common: str) -> str:
-    """Return the part of a method to which a tensor belongs, by its common name: `student.head`, `center`."""
+    """Return the part of a method, such as `student.head`, to which the tensor with a common name belongs."""
     first, _, rest = common.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first in (STUDENT, TEACHER) else first
 
@@ -215,7 +215,8 @@ def note(file: str, said: str, report: FillReport) -> Note:
 
 
 def take_over(method: Method, source: StartSource, what: str) -> Note:
-    """Copy the backbone of a source, or all its parts, into a method, and return a note on the origin of each part."""
+    """Copy the backbone of a source or, unless `what` is `backbone`, all its parts into a method, and return a note on
+    the origin of each part."""
     report = weights.fill(method.export(), source.weights, whole=True)
     if what == "backbone":
         roles = encoders(method)
@@ -262,7 +263,7 @@ def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _other_role(part: str) -> str:
-    """Return the student's part that corresponds to a part of the teacher, or vice versa; for others an empty text."""
+    """Return the teacher's part for one of the student and vice versa, or an empty text for a part of neither."""
     role, _, rest = part.partition(".")
     return {STUDENT: f"{TEACHER}.{rest}", TEACHER: f"{STUDENT}.{rest}"}.get(role, "")
 

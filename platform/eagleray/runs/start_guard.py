@@ -32,7 +32,7 @@ from eagleray.runs.plan import Plan
 from eagleray.runs.recipe import Recipe
 from eagleray.views.photometric import normalise
 
-# Fewest and most images that are compared; within these limits eight training batches. Without labels always LEAST.
+# Fewest and most images that are compared. They are as many as in eight batches; without labels they are LEAST.
 LEAST, MOST = 1024, 2048
 BATCH = 64  # images in the backbone at once
 K, TEMPERATURE = 20, 0.07  # settings of kNN among these images
@@ -65,7 +65,7 @@ class StartGuard:
         self.best: tuple[float, int] | None = None  # the best checkpoint so far: its deciding score and its step
         self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
         self.fresh = False  # whether the newest measurement is in no record yet
-        self.told = False  # whether it was said that the start is being lost
+        self.told = False  # whether the finding LOST_START was reported
         self.over = False  # whether features have got so much worse that the run ends early, with its best checkpoint
 
     @property
@@ -75,13 +75,14 @@ class StartGuard:
 
     @property
     def returns(self) -> int | None:
-        """Return the step of the best checkpoint if the run ends with that: `start.keep_best`."""
+        """Return the step of the best checkpoint so far, with whose weights the run will end. None without
+        `start.keep_best`, or while there is no checkpoint."""
         return self.best[1] if self.settings and self.settings.keep_best and self.best else None
 
     def state_dict(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        fresh = list(self.seen) if self.fresh else []  # the next line of metrics.jsonl has them
+        fresh = list(self.seen) if self.fresh else []  # the next line of metrics.jsonl reports these
         state = {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
         return state | {"over": self.over, "returns": self.returns, "fresh": fresh}
 
@@ -120,7 +121,7 @@ class StartGuard:
             if not self.read:  # all ranks read at once, also one whose share has no image
                 dist.together(partial(self._read, reading))
                 self.read = True
-            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=2)  # it may be NaN
+            features = F.normalize(self._embed(export(), precision).nan_to_num(0, 0, 0), dim=2)  # NaN becomes 0
             fresh = self.first is None
             if fresh:
                 self.first = features[:, 0].half().cpu()
@@ -131,7 +132,7 @@ class StartGuard:
         return self.seen[1]
 
     def flush(self) -> dict[str, float]:
-        """Return the newest measurement if it was made since the last call."""
+        """Return the newest measurement if no earlier call has returned it, else nothing."""
         fresh, self.fresh = self.fresh, False
         return self.seen[1] if fresh else {}
 
@@ -143,8 +144,7 @@ class StartGuard:
         return [Finding(self.seen[0], LOST_START, self._text())]
 
     def lost(self) -> str:
-        """Return why the run ends, if the newest measurement is below `start.stop_below` of that at the start; else
-        nothing."""
+        """Return why the run ends: the newest score is below `start.stop_below` of that at the start. Else empty."""
         if not self.settings or self.settings.stop_below is None or not self._below(self.settings.stop_below):
             return ""
         kept = f"; the checkpoint of step {self.best[1]} is the best, and is kept" if self.best else ""
@@ -160,20 +160,20 @@ class StartGuard:
         )
 
     def saved(self) -> int | None:
-        """Note that a checkpoint is saved at the newest measurement. Return the step of the best checkpoint so far."""
+        """Record that a checkpoint of the newest measurement is saved, and return the step of the best one so far."""
         step, numbers = self.seen
         if self.key in numbers and (self.best is None or numbers[self.key] > self.best[0]):
             self.best = numbers[self.key], step
         return self.best[1] if self.best else None
 
     def _below(self, share: float, *, sure: bool = True) -> bool:
-        """Return whether the newest score is below a share of that at the start, which was better than a guess. With
-        `sure` it must be below that share by more than noise, else below the score at the start by more than noise."""
+        """Return whether the newest score is below `share` of that at the start, if the latter was better than a guess.
+        With `sure` it must be below this limit by more than noise, else below the score at the start by as much."""
         now, before = self.seen[1][self.key], self.scores[self.key]
         p = before / 100
         noise = ERRORS * 100 * (p * (1 - p) / len(self.samples)) ** 0.5
         guess = 100 / len(self.samples)
-        if self.labelled:  # a guess follows the shares of the classes
+        if self.labelled:  # accuracy of guessing each class as often as it occurs
             guess = 100 * (self.labels.bincount() / len(self.labels)).square().sum().item()
         limit = share * before - noise if sure else min(share * before, before - noise)
         return before - noise > guess and now < limit
@@ -238,7 +238,7 @@ def cka(x: Tensor, y: Tensor) -> float:
 
 
 def top1(features: Tensor, labels: Tensor) -> float:
-    """Return the kNN accuracy, top-1 in percent, of unit features (n, D), each classified by its nearest others."""
+    """Return the kNN accuracy, top-1 in percent, of unit features (n, D), classified by their K nearest others."""
     cosine = (features @ features.T).fill_diagonal_(-1.0)
     votes = vote(cosine, labels, classes=int(labels.max()) + 1, k=min(K, len(labels) - 1), temperature=TEMPERATURE)
     return 100 * float((votes.argmax(1) == labels).float().mean())
@@ -260,7 +260,7 @@ class Anchor:
             self.backbone.load_state_dict(state)
 
     def joined(self, method: Method) -> nn.Module:
-        """Return a module that is called as the method is, and whose loss includes the anchor's."""
+        """Return a module that is called like the method and adds the anchor's loss; without an anchor, the method."""
         return Anchored(method, self.backbone, self.weight) if self.backbone else method
 
 

@@ -85,7 +85,7 @@ class OpenLine:
     def __init__(self, layers: Sequence[str] = ()) -> None:
         """`layers` are the names of the layers whose gradients are watched."""
         self.table = StepTable([], torch.empty(0, 0))  # the steps since the last line
-        self.skips = 0  # steps without a finite gradient in a row, up to the last one
+        self.skips = 0  # number of latest steps in a row without a finite gradient
         self.spikes = Spikes(layers)
         self.record: dict[str, Any] = {}  # a line that waits for the scores of the evaluation at its step
 
@@ -133,7 +133,7 @@ class StepLog:
         self.values: list[dict[str, Tensor]] = []
         self.indices: deque[Tensor] = deque(maxlen=p.recipe.log_steps)
         self.taken = 0  # steps since the last line that this process has taken
-        self.waited, self.since = loader.waited, time.perf_counter()  # both at the time of the last line
+        self.waited, self.since = loader.waited, time.perf_counter()  # values at the last line: seconds waited, clock
         self.clock, self.mark = clock, time.perf_counter()  # mark: time at the end of the last step
 
     def add(self, taken: Step) -> None:
@@ -145,7 +145,7 @@ class StepLog:
         self.monitor.watch(taken)
 
     def end_step(self) -> None:
-        """Called when everything that follows a step is done: the time from here on is that of the next step."""
+        """Begin to measure the time of the next step. Called when all that follows a step is done."""
         self.mark = time.perf_counter()
 
     def settle(self, step: int) -> None:

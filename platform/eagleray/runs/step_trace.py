@@ -85,7 +85,7 @@ class StepTrace:
     repeated: float  # FLOPs of activations that are computed again in the backward pass
     work: dict[Work, float]  # how often each operation is done
     operations: float  # number of operations that the host dispatches
-    exchanges: dict[int, float] = field(default_factory=dict)  # by number of bytes, how often ranks sum them and wait
+    exchanges: dict[int, float] = field(default_factory=dict)  # how often ranks wait for a sum, by its number of bytes
 
     @property
     def peak(self) -> int:
@@ -194,8 +194,8 @@ class Tracer(TorchDispatchMode):
 
 
 def exchanged(func: Any, args: Any) -> int:
-    """Return the bytes of the all-reduce that takes as long as a communication between ranks.
-    A communication without a sum, such as a gather, sends half as much."""
+    """Return the bytes of an all-reduce that takes as long as the communication `func` between ranks.
+    A communication without a sum, such as a gather, sends half as much as an all-reduce."""
     largest = max(t.nbytes for t in _tensors(args))
     return largest if "reduce" in func._schema.name else largest // 2
 
@@ -217,7 +217,7 @@ def kind_of(name: str) -> str:
 
 
 def _viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return x.view(shape), computed by as_strided if x is contiguous."""
+    """Return x.view(shape), computed by as_strided if x is contiguous, which is faster on FakeTensors."""
     if not x.is_contiguous():
         return torch.ops.aten.view.default(x, shape)  # type: ignore[no-any-return]
     known = math.prod(n for n in shape if n != -1)
@@ -286,7 +286,7 @@ def _trace(recipe: Recipe, images: int, ranks: int, dataset: int, dtype: torch.d
             tracer.mark(_tensors(monitor.bank.state_dict()), BUFFERS)
             tracer.mark(method.parameters(), WEIGHTS)
             tracer.mark((p for copy, _ in momentum_copies(method) for p in copy.parameters()), TEACHER)
-            tracer.mark(frozen_weights(method), WEIGHTS)  # a teacher shares these weights
+            tracer.mark(frozen_weights(method), WEIGHTS)  # a teacher shares these weights, so they are counted once
             tracer.mark(moments, MOMENTS)
             tracer.mark(batch.views, IMAGES)
             for p in trained:

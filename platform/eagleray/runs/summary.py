@@ -32,13 +32,13 @@ def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
 
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a run that was evaluated at its end, which came after at least `steps` steps or early by
-    `start.stop_below`; None for other runs."""
+    """Return the summary of a run whose evaluation at the end is done, if it took at least `steps` steps or was ended
+    early by `start.stop_below`; None for other runs."""
     return if_finished(read_summary(folder), steps)
 
 
 def if_finished(summary: dict[str, Any], steps: int) -> dict[str, Any] | None:
-    """Return a summary if it is that of a finished run, as described at `finished`, else None."""
+    """Return a summary if the run that wrote it is finished in the sense of `finished`, else None."""
     enough = summary.get("steps", -1) >= steps or summary.get(EARLY, 0) > 0
     return summary if enough and layout.EVALUATION_STARTS not in summary else None
 

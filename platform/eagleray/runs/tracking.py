@@ -1,4 +1,4 @@
-"""Choose the MLflow server that gets a run's history, and store the run's id there in a note file, mlflow.json."""
+"""Choose the MLflow server that gets a run's history. The note file mlflow.json stores the run's id on each server."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def write_note(note: Path, uri: str, fields: Mapping[str, Any]) -> None:
 
 
 def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[DataInput] = ()) -> None:
-    """Write the values with which a run will be created on the server into its note file, above all its key.
-    An entry that the run has ended is removed."""
+    """Write the values with which a run will be created on the server, above all its key, into the file `note`.
+    The field `ended`, which says that the run has ended there, is removed."""
     fields = {k: v for k, v in read_note(note, tracking.uri).items() if k != "ended"}
     if "run_id" not in fields:
         given = {"name": name, "parent": tracking.parent, "inputs": list(inputs), "user": tracking.user}

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def train(run: RankRun, start: int) -> int:
-    """Take the steps from `start` on. Returns the number of steps of the run so far, which is less than planned when it
-    was asked to stop.
+    """Take the steps from `start` on. Returns the number of steps of the run so far: fewer than planned if it was asked
+    to stop or, with `start.keep_best`, was ended by `start.stop_below`.
 
     Raises UserError or Outage when the data cannot be read any more, and Preempted when a machine is about to be taken
     away or added, each after saving a checkpoint."""

@@ -50,7 +50,7 @@ def _noise(now: float, before: float, images: int) -> float:
 
 
 def compare(scores: Mapping[str, float], suffix: str, images: int) -> list[Comparison]:
-    """Compare each score with that of another backbone, whose key has `suffix` at its end, where both are known."""
+    """Compare each score with that of another backbone, whose key ends in `suffix`, if `scores` has both."""
     both = [key for key in NUMBERS if key in scores and key + suffix in scores and images > 0]
     found = [Comparison.of_shares(NUMBERS[key], scores[key], scores[key + suffix], images) for key in both]
     if CROPS_LIDAR in scores and CROPS_LIDAR + suffix in scores:
@@ -93,8 +93,8 @@ def listed(comparisons: Sequence[Comparison], images: int) -> str:
 
 
 def judge(scores: Mapping[str, float], images: int, step: int) -> Iterator[Finding]:
-    """Yield the findings about the scores at the last step of a run: which are below those of the untrained backbone or
-    of the start and, if none is above that of the untrained backbone, which differ from it only by chance."""
+    """Yield findings about the scores at the last step of a run: those below the untrained backbone's, those below the
+    start's and, if none is above the untrained backbone's, those that differ from it only by chance."""
     untrained, start = (
         [] if contradict(of) else of for of in (compare(scores, suffix, images) for suffix in (UNTRAINED, AT_START))
     )
