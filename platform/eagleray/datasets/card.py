@@ -46,7 +46,7 @@ def find(folder: str) -> dict[str, Any] | None:
 
 
 def _check(card: dict[str, Any]) -> None:
-    """Check the types of an untrusted card's fields that are shown. Raises an error of NO_JSON."""
+    """Check the types of a card's printed fields, as its file is not trusted. Raises one of the exceptions NO_JSON."""
     dropped = list(card["dropped"].values())
     numbers = [card[name] for name in ("images", "bytes", "shards", "classes", "listed")]
     numbers += [*card["sides"], *card["aspects"], *card["formats"].values(), *(d["count"] for d in dropped)]
@@ -106,7 +106,7 @@ def format_bytes(size: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Format a share in percent with three digits."""
+    """Format the share of `part` in `whole` in percent, with three significant digits."""
     return f"{100 * part / max(whole, 1):.3g} %"
 
 
@@ -126,5 +126,5 @@ def _spread(values: list[float] | None) -> str:
 
 
 def command(words: list[str]) -> str:
-    """Return a command line with these words, quoted for a shell."""
+    """Return the command line `eagleray` with these words, quoted for a shell."""
     return "eagleray " + shlex.join(words)

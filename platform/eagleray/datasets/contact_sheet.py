@@ -12,8 +12,8 @@ from PIL import Image, ImageOps
 from eagleray.base.plotting import BLUE, INK, LIGHT
 from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
 
-TILE, GAP, COLUMNS = 144, 6, 8  # pixels, pixels, images per row
-SOURCE = "Source"  # key of a PNG's text that names the data
+TILE, GAP, COLUMNS = 144, 6, 8  # pixels on a tile's side, pixels between tiles, tiles in a row
+SOURCE = "Source"  # key of the text in a PNG file that names the data
 PAPER = (250, 250, 248)
 
 
@@ -35,7 +35,7 @@ def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.
 
 
 def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
-    """Draw histograms of the shorter side and of the aspect ratio (width / height). The PNG stores the `source`.
+    """Draw histograms of the shorter side and of width / height into a PNG file, which stores `source` as text.
 
     The bins are logarithmic. The outermost bins also count everything beyond them."""
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def sizes(stats: ImageStats, path: Path, source: str = "") -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """Return the data whose sizes a picture shows; "" if its file does not say so, None if there is no file."""
+    """Return the `source` that `sizes` stored in a picture; "" if it has none, None if there is no file."""
     if not path.exists():
         return None
     with contextlib.suppress(OSError), Image.open(path) as picture:

@@ -15,14 +15,14 @@ BYTES = 16  # length of a digest: the chance that two of 1e10 images collide is 
 
 @dataclass(frozen=True)
 class HashTask:
-    """A task that computes the digests of the image files of some items and writes them to a file, the task's note."""
+    """A task that computes digests of some items' image files and writes them to a file in the folder `notes`."""
 
     notes: str
     read: Read
     plan: str  # digest of the plan that the items belong to
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Run one task, given as its number and its serialized items. Return the number of items."""
+        """Run the task (index, serialized items). Return the number of items."""
         number, message = task
         items = pa.ipc.open_stream(message).read_all()
         digests = [_digest(data) for _, data in fetch(items, self.read)]
@@ -31,7 +31,7 @@ class HashTask:
         return len(items)
 
     def digests(self, number: int) -> pa.Table | None:
-        """Return the digests that a task has written, or None if they are missing, damaged or of another plan."""
+        """Return the digests that the task with this index wrote; None if missing, damaged or of another plan."""
         table = get_table(self._url(number))
         known = table is not None and (table.schema.metadata or {}).get(b"plan") == self.plan.encode()
         return table if known else None
@@ -46,7 +46,7 @@ def _digest(data: bytes | memoryview) -> bytes | None:
 
 
 def first_copies(digests: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return for N items the positions (N,) of the first items with the same digests; without a digest, their own."""
+    """Return, for each of N items, the position (N,) of the first item with its digest; without one, its own."""
     first = np.arange(len(digests))
     valid = np.flatnonzero(digests.is_valid().to_numpy())
     values = np.frombuffer(b"".join(digests.drop_null().to_pylist()), f"V{BYTES}")

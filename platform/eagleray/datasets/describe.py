@@ -18,16 +18,16 @@ from eagleray.datasets.card import find
 from eagleray.datasets.stats import ImageStats
 from eagleray.storage import store
 
-SAMPLE = 1000  # images that are decoded if there is no card
+SAMPLE = 1000  # most images that are decoded if there is no card
 SHEET = 64  # most images on a contact sheet
 
 
 def describe(url: str, spare: Path) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     """Return the card of some shards, and images (H, W, 3) for a contact sheet. Every call returns the same images.
 
-    If the folder has no card, its entries are estimated from the index and a sample of the images. If no index can be
-    written beside the shards, it is written to the folder `spare`. No images are returned if their channels are not
-    red, green and blue."""
+    If the shards have no card, one is estimated from the index and a sample of the images. If no index can be written
+    beside the shards, it is written to the folder `spare`. No images are returned if their channels are not red, green
+    and blue."""
     index = open_shown(url, spare, note=say)
     order = np.random.default_rng(0).permutation(len(index))
     selected = list(store.patterns(url))

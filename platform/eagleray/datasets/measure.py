@@ -55,8 +55,8 @@ def _entropy(image: Image) -> dict[str, float]:
 
 
 def phash(grey: NDArray[np.uint8]) -> str:
-    """Return the perceptual hash of a grey image (h, w) in 16 hexadecimal digits. Its 63 bits say which of the lowest
-    frequencies of the DCT, without the constant, are above their median."""
+    """Return the perceptual hash of a grey image (h, w) in 16 hexadecimal digits. Its 63 bits say which coefficients of
+    the DCT's lowest 8 x 8 frequencies, without the constant, are above their median."""
     small = cv2.resize(grey, (32, 32), interpolation=cv2.INTER_AREA).astype(np.float32)
     low = cv2.dct(small)[:8, :8].ravel()[1:]
     return f"{int(''.join('01'[bit] for bit in (low > np.median(low)).astype(int)), 2):016x}"
@@ -103,7 +103,7 @@ MEASURES: dict[str, tuple[Callable[[Image], dict[str, Any]], dict[str, str]]] = 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the table, as it is sent to the process that computes it."""
+    """A part of the table of measures, in the form in which it is sent to the process that computes it."""
 
     number: int
     table: SampleTable
@@ -164,7 +164,7 @@ def undecoded(table: SampleTable) -> Iterator[str]:
 
 
 def measure_part(part: Part) -> int:
-    """Measure the images of a part and write the part. Return its number."""
+    """Measure the images of a part and write the part. Return the part's index."""
     index = index_of(part.url, part.table.about.data)
     samples = part.table.samples(part.number)
     names, fields = part.table.about.settings["measures"], part.table.about.settings.get("json")
@@ -177,7 +177,7 @@ def measure_part(part: Part) -> int:
 
 
 def _measured(index: Index, samples: NDArray[np.int64], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the measures of each sample in order; an empty dict for an image that cannot be decoded."""
+    """Yield the columns of the measures `names` for each sample, in order; none for an image that cannot be decoded."""
     cuts = np.searchsorted(samples, index.starts[(index.starts > samples[0]) & (index.starts <= samples[-1])])
 
     with contextlib.closing(Fetcher(index, cache=None)) as fetcher:

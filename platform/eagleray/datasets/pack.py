@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUALITY = 95  # quality of the JPEG of a shrunk image, whose chroma is not subsampled
-EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # formats whose usual extension is not their name in PIL in lower case
-NOTES = ".prepare"  # folder in the destination with the records of finished tasks, which is deleted at the end
+EXTENSIONS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # by PIL's name of the format; others have that name in lower case
+NOTES = ".prepare"  # folder in the destination for the plan and the notes of finished tasks, deleted at the end
 
 
 @dataclass(frozen=True)
 class ShardNote:
     """The record of a finished shard: its file, its rows of the index and the statistics of its images."""
 
-    blob: Blob  # tag as by `content_tag`; size 0: no image was left, so there is no file
-    ends: str  # checksum of the beginning and the end of its file
+    blob: Blob  # the shard's file, with the tag of `content_tag`; size 0: no image was left, so there is no file
+    ends: str  # checksum of the beginning and the end of the file
     rows: pa.Table  # columns of STORED
     stats: ImageStats
 
@@ -59,7 +59,7 @@ class PackTask:
     channels: int = 0  # number of channels of the images; 0: red, green and blue
 
     def __call__(self, task: tuple[int, bytes]) -> int:
-        """Run one task, given as the shard's number and its serialized items. Return the number of items."""
+        """Run the task (index of the shard, serialized items). Return the number of items."""
         number, message = task
         items = pa.ipc.open_stream(message).read_all()
         url = f"{self.destination}/shard-{number:06d}.tar"
@@ -111,7 +111,9 @@ class PackTask:
         return stats, pa.table([pa.array(c, f.type) for c, f in zip(columns, STORED, strict=True)], STORED)
 
     def _image(self, item: Item, data: bytes | memoryview, stats: ImageStats) -> tuple[bytes | memoryview, str]:
-        """Return the image file to write and its extension. Raises BadImage for an image to leave out."""
+        """Return the image file to write, which may be a smaller copy, and its extension, and count it in `stats`.
+
+        Raises BadImage for an image to leave out."""
         if item.reason or not len(data):
             raise BadImage(item.reason or "the image has no bytes")
         if self.channels:
@@ -174,7 +176,7 @@ def note_name(number: int) -> str:
 
 
 def write_note(url: str, note: ShardNote, plan: str) -> None:
-    """Write the note of a shard: its rows as a table, and everything else in the table's metadata."""
+    """Write the note of a shard: its rows as a table, and all other fields in the table's metadata."""
     blob = note.blob
     about = {"url": blob.url, "size": blob.size, "tag": blob.tag, "ends": note.ends, "plan": plan}
     about["census"] = note.stats.to_json()

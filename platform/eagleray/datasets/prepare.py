@@ -40,7 +40,7 @@ from eagleray.storage.shard_names import is_shard
 T = TypeVar("T")
 R = TypeVar("R")
 Tick = Callable[[str, int, int], None]  # name of the pass, images done, images in all
-FILES = "files of the source"  # key, beside the options, of a digest of the source's files, which may not change either
+FILES = "files of the source"  # key in a plan's options for the digest of the source's files; it may not change either
 KEY, MIB = "key", 2**20
 
 
@@ -83,10 +83,9 @@ def prepare(
 
 @contextlib.contextmanager
 def _alone(destination: str, note: Callable[[str], None]) -> Iterator[None]:
-    """A context that locks a local destination against other commands of this machine. Raises UserError if one has
-    it."""
+    """A context that locks a local destination. Raises UserError if another command on this machine has locked it."""
     notes = store.folder_of(f"{destination}/{NOTES}")
-    if notes is None:  # on a store, `_read_plan` notices the other command's plan
+    if notes is None:  # an object store has no locks, but `_read_plan` notices the plan of another command
         yield
         return
     there = notes.parent.exists()
@@ -129,9 +128,8 @@ class TaskPasses:
         return f"{self.options.destination}/{NOTES}"
 
     def unique(self, items: pa.Table, stats: ImageStats) -> pa.Table:
-        """Return the items without duplicates. Of images with the same bytes, the first is kept.
-
-        The others are counted as dropped in `stats`."""
+        """Return the items without duplicates. Of images with the same bytes, the first is kept, and the others are
+        counted as dropped in `stats`."""
         cuts = cut_evenly(items["size"].to_numpy(), self.options.size * MIB)
         pieces = [np.arange(a, b) for a, b in itertools.pairwise(cuts)]
         task = HashTask(self.notes, self.read, self.plan)
@@ -173,7 +171,7 @@ class TaskPasses:
         pieces: Sequence[NDArray[np.int64]],
         finished: Sequence[bool],
     ) -> None:
-        """Run the tasks that are not finished. Task i receives the items in rows `pieces[i]`."""
+        """Run the tasks that are not finished. Task i receives the rows `pieces[i]` of the table `items`."""
         missing = [n for n, done in enumerate(finished) if not done]
         done = len(items) - sum(len(pieces[n]) for n in missing)
         if done:
@@ -296,7 +294,8 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def _present(thing: T | None, destination: str) -> T:
-    """Return `thing`, which this command found or wrote before. Raises UserError if it is None, so was deleted."""
+    """Return `thing`, read from a file that this command found or wrote before. Raises UserError if it is None, because
+    another command has deleted or replaced the file."""
     if thing is None:
         raise UserError(f"{destination}: another command has changed it meanwhile; run this one again")
     return thing
@@ -375,7 +374,7 @@ def _delete_notes(destination: str) -> None:
     """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
     notes = files.list_tree(f"{destination}/{NOTES}")
-    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # 100,000 one by one would take an hour
+    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # in parallel: one by one may take an hour
         pass
     if folder := store.folder_of(f"{destination}/{NOTES}"):
         shutil.rmtree(folder, ignore_errors=True)

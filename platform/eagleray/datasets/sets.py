@@ -1,5 +1,4 @@
-"""The table of all sources that `eagleray prepare` reads, each with its reader in `sources/` and its published
-facts."""
+"""The table of all sources that `eagleray prepare` reads: the reader of each in `sources/`, and published facts."""
 
 from collections.abc import Callable, Mapping
 
@@ -34,8 +33,8 @@ def _set(
     licence: str = RESEARCH,
     options: tuple[str, ...] = (),
 ) -> Source:
-    """Return a source with a data set that recipes name. The arguments are fields of `Source` and `Dataset`. The splits
-    `unlabelled` can be read, but are not among the published facts."""
+    """Return a source with a data set that recipes name. The arguments are fields of `Source` and `Dataset`, and
+    `unlabelled`: splits that can be read, but have no labels and are not in `Dataset.splits`."""
     dataset = Dataset(title, short, classes, splits, obtain, contents)
     return Source(find, licence, dataset, (*splits, *unlabelled), options)
 

@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 Field = np.ndarray  # (H, H) float32, a value for each pixel
-Mask = Callable[[Field, Field], Field]  # of x and y: negative inside a shape, positive where a texture has ink
+Mask = Callable[[Field, Field], Field]  # from x and y to values < 0 inside a shape, or > 0 where a texture has ink
 
 LUMAS = np.array([0.2, 0.75, 0.45])  # luminance of background, shape and texture, so that they differ even in grey
-CHROMA = 0.15  # strength of the hues, which are drawn from the full circle, as jitter rotates them by any angle
+CHROMA = 0.15  # strength of the colours, whose hues are drawn from the full circle, as jitter may rotate a hue that far
 LUMA = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue in luminance
 
 
@@ -60,10 +60,9 @@ CLASSES = tuple(f"{texture.__name__} {shape.__name__}" for shape in SHAPES for t
 
 
 def image(seed: int, index: int, *, size: int = 48) -> tuple[Image.Image, int]:
-    """Draw picture number `index` (at least 0) for a seed (at least 0), and return it with its class.
+    """Draw the picture that belongs to a seed and an index, both at least 0, and return it with its class.
 
-    Consecutive indices take the classes in turn.
-    """
+    Consecutive indices take the classes in turn."""
     label = index % len(CLASSES)
     shape, texture = SHAPES[label // len(TEXTURES)], TEXTURES[label % len(TEXTURES)]
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))

@@ -31,7 +31,7 @@ PREFIX = "json."  # prefix of the names of measures that are fields of the JSON
 FAULT = "json_fault"  # name of the column that says what is wrong with a sample's JSON
 LARGEST = 2**20  # most bytes of the JSON of one sample
 LONGEST = 4096  # most characters of a value that is text
-LOOK = 1000  # samples whose JSON decides the types of the fields
+LOOK = 1000  # number of first samples, whose JSON decides the types of the fields
 NAMED = 20  # most fields or faults that are listed
 KINDS = {"number": pa.float64(), "text": pa.string(), "true or false": pa.bool_()}
 MISSING = "no .json beside the image"
@@ -104,7 +104,7 @@ def fault_lines(table: SampleTable) -> Iterator[str]:
 
 
 def documents(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield each of the neighbouring samples (n,) that has JSON: its index, and the JSON or why that cannot be used."""
+    """Yield each of the neighbouring samples (n,) that has JSON, with its JSON or the reason why that is unusable."""
     first, stop = int(samples[0]), int(samples[-1]) + 1
     shards = np.searchsorted(index.first, [first, stop - 1], "right") - 1
     for shard in range(int(shards[0]), int(shards[1]) + 1):
@@ -124,8 +124,8 @@ def _start(index: Index, shard: int, sample: int) -> int:
 
 
 def _in_shard(blob: Blob, start: int, places: Mapping[int, int]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield samples of a shard with their JSON, from byte `start` on, up to the first damage. `places` maps the offsets
-    of images to samples."""
+    """Yield the samples of a shard from byte `start` on, up to the first damage, with their JSON or why it is unusable.
+    `places` maps the offsets of the images to samples."""
     size = blob.size - start
     file = cast(BinaryIO, io.BufferedReader(RangeFile(Span("", blob.url, start, size)), READ))
     last = max(places.values())
@@ -171,7 +171,7 @@ def _kind(value: Any) -> str:
 
 
 def value_of(value: Any, kind: str) -> tuple[Any, str]:
-    """Return `value`, or None if a column of the type `kind` cannot hold it, and the reason for that, or ""."""
+    """Return `value` and "", or None and the reason why a column of the type `kind` cannot hold the value."""
     if value is None:
         return None, ""
     if _kind(value) != kind:

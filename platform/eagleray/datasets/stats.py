@@ -12,7 +12,7 @@ from eagleray.data.pixels import open_image
 from eagleray.data.tiff import MAGIC
 
 EXAMPLES = 20  # most dropped images that are named per reason
-REASONS = 50  # most reasons that are listed; further ones are counted under OTHER
+REASONS = 50  # most reasons that are listed; images with any further reason are counted under OTHER
 OTHER = "other reasons"
 # Edges of bins in equal steps of the logarithm, with an open bin beyond either end. With these edges of ASPECTS, 4:3,
 # 3:2 and 16:9 lie well inside a bin.

@@ -17,8 +17,8 @@ from eagleray.data.pixels import open_image
 from eagleray.storage import store
 
 SAMPLE = 256  # most images that are examined
-BUDGET = 2**28  # bytes of image files, after which no more are read
-KEPT = 16  # most files that are returned
+BUDGET = 2**28  # bytes of image files after which no further file is read
+KEPT = 16  # most image files whose content a Survey keeps
 GREY = {"1": 1, "L": 1, "LA": 1, "I": 1, "F": 1, "I;16": 1}  # number of channels of Pillow's modes without colour
 
 
@@ -53,8 +53,8 @@ class Survey:
 
 
 def survey(data: str) -> Survey:
-    """Examine a data set: shards, which are indexed if they have no index, or a folder of images, which is listed.
-    Every call examines the same images. Raises UserError if no image can be read, and Outage without an answer."""
+    """Examine shards, which are indexed if they have no index, or a folder of images. Every call examines the same
+    images. Raises UserError if no image can be read, and Outage if the store does not answer."""
     url = store.absolute(data)
     if holds_images(url):
         say(f"listing the images in {data}")
@@ -71,8 +71,8 @@ def survey(data: str) -> Survey:
 
 
 def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
-    """Return width and height, channels and format of an image, from its header alone unless it is a TIFF: Pillow does
-    not count channels in pages and planes of TIFFs. Raises whatever decoders do."""
+    """Return the (width, height), number of channels and format of an image, from its header alone unless it is a TIFF:
+    Pillow does not count channels in pages and planes of TIFFs. Raises any exception of a decoder."""
     if file[:4] in (b"II*\0", b"MM\0*"):
         height, width, planes = read_channels(file).shape
         return (width, height), planes, "TIFF"
@@ -81,7 +81,7 @@ def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
 
 
 def _look(images: int, classes: int, order: Sequence[int], read: Callable[[int], bytes], data: str) -> Survey:
-    """Return facts about `images` images, from those with the indices `order`. `read` returns the file of an index."""
+    """Return the Survey of a data set from its images with the indices `order`. `read` returns the file of an index."""
     shapes, formats, channels = list[tuple[int, int]](), Counter[str](), Counter[int]()
     files, total, looked = list[bytes](), 0, 0
     with counting("looking", "images") as tick:

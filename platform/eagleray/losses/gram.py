@@ -10,7 +10,7 @@ from eagleray.base.autocast import in_float32
 from eagleray.losses.products import unit
 
 
-@in_float32  # cosines differ little from the anchor's, and near 1 bfloat16 has steps of 1/256
+@in_float32  # cosines near 1 differ little from the anchor's, and bfloat16 has steps of 1/256 there
 def gram_loss(x: Tensor, anchor: Tensor, *, cut: bool = False) -> Tensor:
     """Return the mean squared difference between the cosines of patches x and of the anchor's patches, both (B, N, D).
 

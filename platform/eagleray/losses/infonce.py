@@ -8,8 +8,8 @@ from eagleray.losses.products import inner
 
 
 def logits(q: Tensor, k: Tensor, negatives: Tensor, tau: float) -> Tensor:
-    """Return logits (B, 1 + K): cosines, divided by tau, of unit queries q (B, C) with their own unit keys k (B, C), in
-    column 0, and with the unit keys `negatives` (C, K)."""
+    """Return logits (B, 1 + K) of unit queries q (B, C): their cosines divided by tau, in column 0 with their own unit
+    keys k (B, C), in the other columns with the unit keys `negatives` (C, K)."""
     # The negatives are copied, because the queue is overwritten before the gradient is computed.
     return torch.cat([(q * k).sum(1, keepdim=True), inner(q, negatives.clone().T)], 1) / tau
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagleray.base import dist
 from eagleray.base.autocast import in_float32
 
-EPS = 1e-8  # the authors' eps of normalize and pairwise_distance, also added before the logarithm
+EPS = 1e-8  # the authors' eps of normalize and of pairwise_distance, and the summand inside the logarithm
 
 
 @in_float32

@@ -23,7 +23,7 @@ from eagleray.models.heads import PrototypeHead
 from eagleray.models.rotary import rotary
 from eagleray.models.tokens import Hidden, maskable
 
-TRIES, ASPECT = 10, 0.3  # most draws until a block fits; its smallest aspect ratio (code of BEiT, iBOT and DINOv2)
+TRIES, ASPECT = 10, 0.3  # most tries to place a block, and its least aspect ratio (code of BEiT, iBOT and DINOv2)
 
 Shares = NDArray[np.float64]  # (2, images of all ranks) share of the patches of each large crop that are to be hidden
 
@@ -32,8 +32,8 @@ class Masks(NamedTuple):
     """The patches of the first two views that are hidden from the student."""
 
     hidden: Tensor  # (2 * B, h, w) view-major, true for a hidden patch
-    rows: Tensor  # (n,) indices of the hidden patches among all 2 * B * N
-    pairs: Match  # matches each hidden patch with itself; weights for a mean over a crop's patches, then over crops
+    rows: Tensor  # (n,) indices of the hidden patches among the 2 * B * N patches
+    pairs: Match  # matches each hidden patch with itself; weighted for a mean over a crop's patches, then over crops
 
 
 def independent_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:
@@ -69,7 +69,7 @@ def draw_masks(
 
     If the last blocks do not fit, fewer patches are hidden than `shares` demand, unless `exact` adds single patches. A
     mask depends only on the seed and the image's position in the batch of all ranks, so it is the same for any number
-    of ranks and after a restart. It is drawn on the host, which therefore knows n without waiting for the device."""
+    of ranks and after a restart. As the host draws it, the host knows n without waiting for the device."""
     first, patches = dist.offset(rows), grid[0] * grid[1]
     mine = shares[:, first : first + rows[dist.rank()]]
     hidden = np.stack(

@@ -1,6 +1,6 @@
 """Noise-contrastive estimation against the vectors of a memory bank (InstDisc: Wu et al. 2018, arXiv:1805.01978).
 
-B images on this rank, n in the training set, K negatives, C channels."""
+B images on this rank, n images in the training set, K negatives, C channels."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from eagleray.base.autocast import in_float32
 
 @in_float32  # division by the temperature 0.07 enlarges a rounding error 14 times
 def exp_similarity(v: Tensor, w: Tensor, tau: float) -> Tensor:
-    """Return exp(v . w / tau) (B, 1 + K) of v (B, C) and the bank's rows w (B, 1 + K, C): equation 4 times its Z."""
+    """Return exp(v . w / tau) (B, 1 + K) for v (B, C) and the bank's rows w (B, 1 + K, C): equation 4 without 1 / Z."""
     return torch.exp(torch.einsum("bc,bkc->bk", v, w) / tau)
 
 
@@ -21,8 +21,8 @@ def estimate_Z(e: Tensor, n: int, rows: tuple[int, ...]) -> Tensor:
 
 
 def nce(P: Tensor, n: int) -> Tensor:
-    """Return equation 7: the noise-contrastive loss of the probabilities P (B, 1 + K) of the positive, in column 0, and
-    of K negatives, with noise that is uniform over n images."""
+    """Return the noise-contrastive loss (equation 7), with noise that is uniform over n images. P (B, 1 + K) are the
+    probabilities of the positive, in column 0, and of K negatives."""
     noise = (P.shape[1] - 1) / n
     real, false = P[:, 0], P[:, 1:]
     eps = 1e-7  # the released code has this value

@@ -1,8 +1,8 @@
 """SelfPatch's loss: a patch of the student predicts the teacher's output for the patches around it (Yun et al. 2022,
 arXiv:2206.07990).
 
-B images, V views, N patches, D channels of the backbone, d of a bottleneck, K prototypes. A part is V' consecutive
-views of one size, which pass through the backbone together."""
+B images, V views, N patches, D channels of the backbone, d channels of a bottleneck, C outputs of the head, K
+prototypes. A part is V' consecutive views of one size, which pass through the backbone together."""
 
 from collections.abc import Sequence
 from itertools import groupby

@@ -10,10 +10,10 @@ from eagleray.losses.prototypes import Match
 
 
 def centres(boxes: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the coordinates x, y (B, N, 2) of the centres of patches, and the diagonal (B,) of a patch.
+    """Return the coordinates x, y (B, N, 2) in the image of the centres of a view's patches, and their diagonal (B,).
 
-    Each view has a `grid` (h, w) of patches. Its row of `boxes` (B, 4) is left, top, right and bottom in the image; in
-    a flipped view, left is greater than right."""
+    The view is divided into a `grid` (h, w) of patches. Each row of `boxes` (B, 4) is its left, top, right and bottom
+    in the image; in a flipped view, left is greater than right."""
     (h, w), (left, top, right, bottom) = grid, boxes.unbind(1)
     width, height = (right - left) / w, (bottom - top) / h
     x = left[:, None] + width[:, None] * (torch.arange(w, device=boxes.device) + 0.5)  # (B, w)

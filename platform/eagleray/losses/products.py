@@ -25,7 +25,7 @@ def cosine(p: Tensor, z: Tensor) -> Tensor:
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
-    """Return the products (n, m) of the rows of x (n, C) with those of y (m, C): x @ y.T."""
+    """Return the inner products (n, m) of the rows of x (n, C) with the rows of y (m, C): x @ y.T."""
     dtype = product_dtype(x)
     if dtype == sum_dtype(x):
         return x @ y.T
@@ -57,7 +57,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product a b of matrices of one dtype, accumulated and returned in float32 at least."""
     if _sums_in_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
-    # `@` on 16-bit matrices rounds sums to 16 bits, on a CPU also partial sums. In float32 their products are exact.
+    # `@` on 16-bit matrices rounds sums to 16 bits, on a CPU also partial sums. Float32 holds the products exactly.
     return widen(a) @ widen(b)
 
 
@@ -80,5 +80,5 @@ def widen(x: Tensor) -> Tensor:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for sums of the numbers of x: float32 at least."""
+    """Return the dtype in which to sum the values of x: float32 for 16-bit values, otherwise their own."""
     return torch.promote_types(x.dtype, torch.float32)

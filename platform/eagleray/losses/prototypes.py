@@ -30,7 +30,7 @@ from eagleray.losses.softmax import softmax
 # Most scores in memory at once: 64 MiB in float32 on a CPU, 256 MiB on accelerators. Smaller chunks are slower.
 CPU_CHUNK, CHUNK = 2**24, 2**26
 CACHE_SCORES = 2**19  # scores whose softmax a CPU computes at a time: 2 MiB in float32, which fit its cache
-STATS_ROWS = 64  # teacher rows whose probabilities are formed for `assignment_stats`
+STATS_ROWS = 64  # number of teacher rows whose probabilities `assignment_stats` computes
 
 
 class Scores(NamedTuple):
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The teacher rows that each of n student rows is compared with, and its weight in the loss."""
+    """The teacher rows with which each of n student rows is compared, and the weight of each student row."""
 
     teacher: Tensor  # (n, Q) indices of teacher rows, -1 for none
     weight: Tensor  # (n,) weight of each student row in the loss
@@ -63,9 +63,9 @@ def match_views(t: Scores, s: Scores, images: int) -> Match:
 def match(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
     """Match every student token with the most similar token of the same image in each teacher view but its own.
 
-    Similarity is the cosine. Student views are s[v] (B, N_v, D); teacher views t[q] (B, M, D) are the first of them.
-    Rows are ordered by view, then image, then token. The weights make the loss a mean over tokens, images and pairs of
-    views."""
+    Similarity is the cosine. Student views are s[v] (B, N_v, D); teacher views t[q] (B, M, D) are of the same crops as
+    the first student views. Rows are ordered by view, then image, then token. The weights make the loss a mean over
+    tokens, images and pairs of views."""
     (images, tokens, _), device = t[0].shape, t[0].device
     unit = [_unit(x) for x in t]
     first = torch.arange(images, device=device).unsqueeze(1) * tokens  # (B, 1) first row of each image within a view
@@ -159,7 +159,7 @@ def cross_entropy(
     and w_s have gradients, which are computed together with the loss. Products are in autocast's dtype, sums in
     float32. `chunk` is the largest number of scores in memory at once."""
     dtype = product_dtype(s)
-    # An accelerator writes a softmax in the dtype of products: in 16 bits, twice as many rows take the same memory.
+    # On an accelerator, probabilities have the dtype of products: in 16 bits, twice as many rows take the same memory.
     times = sum_dtype(s).itemsize // dtype.itemsize if devices.is_accelerator(s.device) else 1
     rows = times * chunk_rows(w_s) if chunk is None else max(1, chunk // len(w_s))
     with torch.autocast(s.device.type, enabled=False):
@@ -193,7 +193,7 @@ class _CrossEntropy(torch.autograd.Function):
         y = z.new_zeros(len(t) + 1, z.shape[1])
         for column in teacher.unbind(1):
             _add_rows(y, column, weight.unsqueeze(1) * z)
-        means, w_t = torch.zeros_like(y), w_t.to(dtype)  # W^T p_j
+        means, w_t = torch.zeros_like(y), w_t.to(dtype)  # `means` has W^T p_j for each teacher row j
         z_t, c = (t.to(sum_dtype(t)) / tau_t).to(dtype), center / tau_t
         for part in _parts(len(t), rows):
             p, _ = _softmax(z_t[part], w_t, c)  # (R, K)

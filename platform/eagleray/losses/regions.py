@@ -28,7 +28,7 @@ class Regions(NamedTuple):
 
 
 def project_regions(features: list[Tensor], head: PrototypeHead) -> Regions:
-    """Return the Regions of `features`, V x (B, N_v, D), whose tokens pass through the head all at once."""
+    """Return the Regions of `features`, V x (B, N_v, D). The tokens of all views pass through the head together."""
     return Regions(features, Scores(head(torch.cat([x.flatten(0, 1) for x in features])), head.last.weight))
 
 
@@ -71,15 +71,15 @@ def matched_distance(x: Tensor, y: Tensor, pairs: Match) -> Tensor:
 
 
 def unit_scores(z: Tensor, w: Tensor) -> Tensor:
-    """Return z (n, d) scaled so that W z has length one."""
+    """Return z (n, d) with each row scaled so that its scores, z times the transpose of w (K, d), have length one."""
     z = z.to(w.dtype)
     return z / ((z @ (w.T @ w)) * z).sum(1, keepdim=True).sqrt()
 
 
 def match_transport(s: Sequence[Tensor], t: Sequence[Tensor]) -> Match:
-    """Match each student token with the teacher token that receives most of its mass in the optimal transport.
+    """Match each student token with the teacher token that receives most of its mass in an optimal transport plan.
 
-    The transport is between the tokens of two views of an image, and every token has the same mass (Cuturi 2013,
+    A plan moves the mass of one view's tokens to another view's tokens, all of equal mass (Cuturi 2013,
     arXiv:1306.0895). The arguments are those of `prototypes.match`."""
     teacher, weight = match(s, t)
     tokens = t[0].shape[1]

@@ -101,7 +101,7 @@ def target(d: Tensor, k: int, targets: Targets, *, signed: bool) -> Tensor:
 
 
 def axis_tokens(f: Tensor, signed: str) -> int:
-    """Return the largest number of tokens on an axis for which scores f (n, C, 2) have a class for every offset."""
+    """Return how many tokens an axis may have so that the C classes of scores f (n, C, 2) cover all their offsets."""
     return (f.shape[1] + 1) // 2 if signed else f.shape[1]
 
 

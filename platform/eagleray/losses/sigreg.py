@@ -19,7 +19,7 @@ def directions(dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     return a / a.norm(dim=0)
 
 
-@in_float32  # the cosines' arguments exceed 2, where bfloat16 has steps of 1/64
+@in_float32  # the arguments of the cosines exceed 2, where bfloat16 has steps of 1/64
 def sigreg(z: Tensor, a: Tensor, rows: tuple[int, ...], *, reach: float = 3.0) -> Tensor:
     """Return the mean over views and directions a (C, M) of the Epps-Pulley statistic of embeddings z (V, B, C).
 
@@ -33,7 +33,7 @@ def epps_pulley(x: Tensor, rows: tuple[int, ...], *, reach: float) -> Tensor:
     It is N times the integral from -reach to reach of |ecf(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where the empirical
     characteristic function ecf(t) is the mean of exp(itx) over the N rows of all ranks (Epps and Pulley 1983)."""
     n = sum(rows)
-    t = torch.linspace(0, reach, KNOTS, device=x.device, dtype=x.dtype)  # (T,); the integrand is even
+    t = torch.linspace(0, reach, KNOTS, device=x.device, dtype=x.dtype)  # (T,); from 0, as the integrand is even
     phi = torch.exp(-t.square() / 2)
     tx = x.unsqueeze(-1) * t  # (V, B, M, T)
     real, imaginary = dist.total_of_same_loss(torch.stack([tx.cos().sum(1), tx.sin().sum(1)]), rows) / n

@@ -16,7 +16,7 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
     Prototypes are balanced over the rows of all ranks, which may have different numbers of rows. A smaller `epsilon`
     makes assignments sharper and needs more `iterations`."""
     # Logarithms are used, because exp(score / epsilon) overflows or leaves a row of zeros where epsilon is small.
-    # Masses that are the same for all prototypes or all samples are left out: the next normalisation cancels them.
+    # Constant factors, such as 1 / K and 1 / B, are left out: the next normalisation would cancel them.
     log_q = scores.float() / epsilon
     for _ in range(iterations):
         own = log_q.logsumexp(0, keepdim=True)  # (1, K)
@@ -38,5 +38,5 @@ def sinkhorn_center(t: Scores, epsilon: float, iterations: int) -> Tensor:
                 x -= (x - u).logsumexp(1, keepdim=True)  # the same mass for every row
             own = torch.logaddexp(own, x.logsumexp(0))
         u = dist.gather(own.unsqueeze(0), (1,) * dist.size()).logsumexp(0)
-        u = u.where(u > -math.inf, 0)  # zero, not -inf, if no rank has a row
+        u = u.where(u > -math.inf, 0)  # if no rank has a row, u is -inf
     return epsilon * u

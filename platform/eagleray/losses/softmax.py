@@ -25,7 +25,7 @@ def softmax(z: Tensor, w: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tens
     """Return softmax(z w^T - c) (R, K) in the dtype of z (R, d) and w (K, d), and its logsumexp (R,) in float32 at
     least; c is (K,). No gradient passes.
 
-    It is one operator of PyTorch, so that a step traced on any device has the same `flops` for it as on a GPU."""
+    It is registered as one operator of PyTorch, so that `flops` counts a step traced on any device as on a GPU."""
     out: tuple[Tensor, Tensor] = torch.ops.eagleray.attend_prototypes(z, w, c)
     return out
 

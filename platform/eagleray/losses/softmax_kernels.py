@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, CHANNELS = 128, 128, 64  # a tile has ROWS x COLUMNS scores, and sums CHANNELS channels at a time
-SPAN = 4096  # prototypes that one program sums over, so that even a few rows make enough programs for a whole device
+SPAN = 4096  # prototypes that one program sums over; so few that even a few rows make enough programs for a GPU
 # Triton's interpreter can neither multiply in bfloat16 nor round to it.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 OPTIONS = {"num_warps": 8, "num_stages": 3}  # they use 96 KiB of shared memory on NVIDIA's GPUs, 64 on AMD's
@@ -24,7 +24,7 @@ def softmax(z: Tensor, w: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
     parts = z.new_empty(n, spans, dtype=torch.float32)
     sum_exponents[rows, spans](z, w, shift, parts, n, k, d, SPAN=SPAN, **sizes, **OPTIONS)
     lse, p = parts.logsumexp(1), z.new_empty(n, k, dtype=torch.float32 if INTERPRETED.value else z.dtype)
-    # Programs that follow each other take the same prototypes, which then come from the cache.
+    # Consecutive programs read the same prototypes, so that most of these reads hit the cache.
     write_shares[rows, triton.cdiv(k, COLUMNS)](z, w, shift, lse, p, n, k, d, **sizes, **OPTIONS)
     return p.to(z.dtype), lse
 

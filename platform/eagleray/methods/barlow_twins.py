@@ -42,9 +42,9 @@ class BarlowTwins(Method):
         return self.encoder.backbone
 
 
-@in_float32  # near 1, where the diagonal goes, bfloat16 has steps of 1/256
+@in_float32  # the diagonal approaches 1, where bfloat16 has steps of 1/256
 def barlow(z1: Tensor, z2: Tensor, lambd: float, rows: tuple[int, ...], eps: float = 1e-5) -> Tensor:
-    """Return equation 1 for projections (B, C): the loss over the N rows of all ranks, the same on every rank.
+    """Return the loss, equation 1, of projections z1 and z2 (B, C) over all ranks' N rows, the same on every rank.
 
     `lambd` weights the off-diagonal terms, and `eps` is added to the variances."""
     n = sum(rows)

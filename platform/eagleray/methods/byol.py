@@ -18,7 +18,7 @@ from eagleray.models.heads import mlp
 
 
 class BYOL(Method):
-    """From a view, the online network predicts its momentum copy's projections of the other views among the first two.
+    """Through the online network, each view predicts the momentum copy's projections of the first two, except its own.
 
     Only the online network sees further views, such as small crops."""
 
@@ -47,7 +47,7 @@ class BYOL(Method):
         with torch.no_grad():
             z = self.target.each(batch.views[:2])  # 2 x (B, C)
         pairs = [distance(pv, zi) for v, pv in enumerate(p) for i, zi in enumerate(z) if i != v]
-        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # of two views, the sum of both directions
+        return {"loss": torch.stack(pairs).sum() * (2 / len(pairs))}  # for two views: the sum of both directions
 
     def after_step(self, at: Progress) -> None:
         ema_update(self.target, self.online, self.momentum(at))

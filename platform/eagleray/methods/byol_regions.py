@@ -78,7 +78,7 @@ class BYOLRegions(Method):
         return {"loss": l_v + self.region_weight * l_r, "view": l_v, "region": l_r}
 
     def assigned(self, s: list[Tensor], t: list[Tensor], rows: Sequence[int], at: Progress) -> Tensor:
-        """Return EsViT's region loss for the student's and the teacher's tokens of two views, 2 x (B, N, D) each, and
+        """Return EsViT's region loss for student tokens s and teacher tokens t of two views, 2 x (B, N, D) each, and
         update the loss's centre."""
         student = project_regions(s, self.online.region_head)
         with torch.no_grad():

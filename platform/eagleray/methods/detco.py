@@ -27,7 +27,7 @@ from eagleray.models.stages import convolutional, stages
 
 
 class DetCo(Method):
-    """MoCo v2 at every stage, on two whole views and on two views that are cut into the patches of a jigsaw puzzle."""
+    """MoCo v2 at every stage of a CNN, on two uncut views and on two views that are cut into nine patches each."""
 
     views = (4, 4)
     queues: list[Queue]
@@ -90,8 +90,8 @@ class DetCo(Method):
         return infonce(logits(q, k, queue.keys, self.temperature))
 
     def keys(self, x: Tensor, p: Tensor, batch: Batch, at: Progress) -> Tensor:
-        """Return the unit keys (B, 2, S, C) of images and their patches (B, 9, 3, s, s). With `norm_group`, the
-        momentum encoder sees them in a shuffled order."""
+        """Return the unit keys (B, 2, S, C) of images x (B, 3, H, W) and of their patches p (B, 9, 3, s, s). With
+        `norm_group`, the momentum encoder sees the images in a shuffled order."""
         x, unshuffle = shuffle(x, batch.rows, self.norm_group, seed=at.draw)
         p, _ = shuffle(p, batch.rows, self.norm_group, seed=at.draw)
         return unshuffle(unit(self.f_k.encode(x, p)))
@@ -125,5 +125,5 @@ class _Encoder(Encoder[nn.Sequential]):
 
 
 def side(view: Tensor) -> int:
-    """Return the side of the patches of a view (B, 3, H, W): 64 pixels of 255, as in the paper."""
+    """Return the side of the patches of a square view (B, 3, S, S): 64 / 255 of S, as in the paper."""
     return view.shape[3] * 64 // 255

@@ -32,7 +32,7 @@ class DINO(Method):
         prototypes: PositiveInt = 65536,
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
-        free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
+        free_scale: bool = False,  # train the prototypes' lengths: the authors do so for ViT-S, but not for ViT-B
         student_temp: PositiveFloat = 0.1,
         teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
@@ -54,8 +54,8 @@ class DINO(Method):
         pairs, tau_t = match_views(t, s, len(batch.views[0])), self.teacher_temp(at)
         loss = H(t, s, pairs, self.center, tau_t, self.student_temp)
         stats = assignment_stats(t, self.center, tau_t)
-        # The loss above uses the centre of the previous steps, so the centre is updated after it. As in the paper, its
-        # mean is over the images of all ranks.
+        # The loss above uses the centre of the previous steps, so the centre is updated after it: as in the paper, by
+        # the mean of the teacher's scores of the images of all ranks.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, **stats}
 

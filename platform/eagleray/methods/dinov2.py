@@ -2,7 +2,7 @@
 arXiv:2304.07193, section 4).
 
 Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches of a large crop, n
-hidden patches, K prototypes of images, P of patches, D channels."""
+hidden patches, K prototypes of images, P prototypes of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
-ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp; fewest patches of a hidden block (both: authors' code)
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and fewest patches in a masked block, as in the authors' code
 
 
 class DINOv2(Method):
@@ -46,7 +46,7 @@ class DINOv2(Method):
         patch_bottleneck: PositiveInt = 256,  # bottleneck of the head for patches alone
         mask_probability: Share = 0.5,  # share of the large crops in which patches are hidden
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
-        # mean: subtract the mean of the scores, as in DINO and in the authors' run on ImageNet-1k.
+        # mean: subtract the mean score of each prototype, as in DINO and in the authors' run on ImageNet-1k.
         centering: Literal["sinkhorn", "mean"] = "sinkhorn",
         koleo_weight: NonNegativeFloat = 0.1,
         student_temp: PositiveFloat = 0.1,

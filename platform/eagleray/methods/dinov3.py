@@ -1,8 +1,8 @@
 """DINOv3 trains as DINOv2 and later anchors the similarities of patches to an earlier teacher (Siméoni et al. 2025,
 arXiv:2508.10104, sections 3.2, 4.2 and 5.1).
 
-Where the paper leaves a choice open, this follows the authors' code. B images, V views beside those of the Gram
-teacher, N patches of a large crop, n hidden patches, K prototypes of images, P of patches, D channels."""
+Where the paper leaves a choice open, this follows the authors' code. B images, V views (without the Gram teacher's), N
+patches of a large crop, n hidden patches, K prototypes of images, P prototypes of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +26,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.ema import ema_copy, ema_update, sharing_copy
 from eagleray.models.heads import PrototypeHead, drop_gradients
 
-ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp; fewest patches of a hidden block (both: authors' code)
+ITERATIONS, SMALLEST = 3, 4  # rounds of Sinkhorn-Knopp, and fewest patches in a masked block, as in the authors' code
 
 
 class DINOv3(Method):
@@ -84,10 +84,10 @@ class DINOv3(Method):
             self.copied = [first, *(gram_start + gram_every * (i + 1) for i in range(gram_refreshes))]
 
     def crops(self, views: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Return the large crops, the Gram teacher's views of them and the small crops.
+        """Return the large crops, the Gram teacher's views of these crops, and the small crops.
 
-        If the second view has another size than the first, the Gram teacher's view follows each large crop; otherwise
-        the Gram teacher sees the large crops themselves."""
+        If the second view has another size than the first, each large crop is followed by the Gram teacher's view of
+        it; otherwise the Gram teacher sees the large crops themselves."""
         if self.gram is None or len(views) < 4 or views[0].shape == views[1].shape:
             return views[:2], views[:2], views[2:]
         return views[:4:2], views[1:4:2], views[4:]

@@ -1,7 +1,7 @@
 """Distillation teaches a backbone a frozen teacher's features of the image and of each patch (Ranzinger et al. 2024,
 arXiv:2312.06709, AM-RADIO, with one teacher).
 
-B images, V views, D channels of the student, T of the teacher."""
+B images, V views, D channels of the student, T channels of the teacher."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,7 +21,7 @@ from eagleray.models.network import Network
 
 
 class Distill(Method):
-    """The student sees the teacher's images, and predicts the teacher's pooled vector and patches, with a head each."""
+    """Student and teacher see the same images. Two student heads predict the teacher's pooled vector and patches."""
 
     views = (1, 100)
     colours: Tensor  # (2, 3, 1, 1) factors and summands that turn pixels of our mean and std into the teacher's

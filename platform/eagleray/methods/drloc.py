@@ -48,7 +48,7 @@ class DRLoc(Classifier):
         mode: Mode = "l1",
         targets: Targets = "raw",  # targets of the modes l1 and l1_signed
         pairing: Literal["random", "exhaustive"] = "random",  # exhaustive: each token has one partner; m is not used
-        # L_all: an MLP for each stage (all, as in the code) or each block (blocks, as in the paper), on its own grid.
+        # Grids with an MLP each. all: of all stages, like L_all in the code; blocks: of all blocks, as in the paper.
         stages: Literal["last", "all", "blocks"] = "last",
         # k, tokens on a side, which sets the number of offset classes. The last grid is pooled to a side below 2 k.
         grid: PositiveInt = 7,

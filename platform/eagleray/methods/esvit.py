@@ -31,7 +31,7 @@ class EsViT(Method):
 
     views = (2, 100)
     needs_boxes = None  # boxes are used only for a metric, the share of right matches
-    may_change = ("region_from",)  # the region loss may join a run that began without it
+    may_change = ("region_from",)  # a run that began without the region loss may add it when it is continued
     center: Tensor  # (K,)
     region_center: Tensor  # (K,)
 
@@ -87,13 +87,13 @@ class EsViT(Method):
             l_r = right = torch.zeros_like(l_v)
             loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops the zero gradients
         stats = assignment_stats(t, self.center, tau_t)
-        # The loss above uses the centre of the previous steps, so the centre moves after it. As in the authors' code,
-        # each loss has its own centre, a mean of scores; in algorithm 1 both are means of the views' probabilities.
+        # The loss above uses the centre of the previous steps, so the centre is updated after it. As in the authors'
+        # code, each loss has its own centre, a mean of scores; in algorithm 1 both are means of probabilities.
         update_center(self.center, t, batch.rows, self.center_momentum)
         return {"loss": loss, "view": l_v, "region": l_r, "right": right, **stats}
 
     def right(self, pairs: Match, batch: Batch, s: Regions, t: Regions) -> Tensor:
-        """Return the share of right matches; -1 if it is unknown, as boxes are missing or tokens are a sample."""
+        """Return the share of matches with the nearest token in the image; -1 without boxes or with sampled tokens."""
         if batch.boxes is None or self.student.tokens:
             return torch.full_like(pairs.weight[0], -1)
         return right_share(pairs, batch.boxes, s.features, t.features)

@@ -2,7 +2,7 @@
 arXiv:2111.07832, algorithm 1).
 
 Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches of a large crop, n
-hidden patches, K prototypes of images, P of patches, D channels."""
+hidden patches, K prototypes of images, P prototypes of patches, D channels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +38,7 @@ class IBOT(Method):
         patch_prototypes: PositiveInt | None = None,  # prototypes of a head for patches; None: the images' head
         hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
-        free_scale: bool = False,  # train the prototypes' lengths: ViT-S does, ViT-B does not
+        free_scale: bool = False,  # train the prototypes' lengths: the authors do so for ViT-S, but not for ViT-B
         mask_probability: Share = 0.5,  # the probability that a large crop has hidden patches
         mask_ratio: tuple[Share, Share] = (0.1, 0.5),  # range of the share of a crop's patches that are hidden
         student_temp: PositiveFloat = 0.1,
@@ -64,7 +64,7 @@ class IBOT(Method):
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
         grid, tau_t, tau_s = self.student.backbone.patch_grid(batch.views[0]), self.teacher_temp(at), self.student_temp
         shares = independent_shares(sum(batch.rows), self.mask_probability, self.mask_ratio, at.draw)
-        smallest = (min(grid) // 3) ** 2  # fewest patches of a block, as in the authors' code
+        smallest = (min(grid) // 3) ** 2  # fewest patches in a masked block, as in the authors' code
         masks = draw_masks(shares, grid, smallest, batch.rows, at.draw, batch.views[0].device)
 
         u, patches = self.student.embed(batch.views, masks.hidden)  # (V * B, D), (2 * B * N, D)

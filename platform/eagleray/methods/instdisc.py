@@ -1,6 +1,6 @@
 """InstDisc treats every image as a class of its own, with a memory bank of features (Wu et al. 2018, arXiv:1805.01978).
 
-B images on this rank, n in the training set, K negatives, C channels."""
+B images on this rank, n images in the training set, K negatives, C channels."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from eagleray.models.queue import Bank, draw_negatives
 
 
 class InstDisc(Method):
-    """The vector of one view is compared with the bank's vectors of its own image and of other images."""
+    """A view's vector is compared with the bank's vectors of the same image (positive) and of other images."""
 
     views = (1, 1)
     pooled_only = True
@@ -64,7 +64,7 @@ class InstDisc(Method):
         return {"loss": loss}
 
     def after_step(self, at: Progress) -> None:
-        # The bank changes here, not in `forward`: the gradient of a softmax over all images needs its old rows.
+        # The bank is updated here, not in `forward`: the gradient of a softmax over all images needs the old rows.
         assert self.bank is not None
         i, v = self.seen
         self.bank.move(i, v, self.momentum)

@@ -82,7 +82,7 @@ class InstLoc(Method):
         return {"loss": loss, "gain": math.log(scores.shape[1]) - loss}
 
     def draw(self, batch: Batch, at: Progress) -> Tensor:
-        """Draw uniform numbers (B, 2 * DRAWS + 1): DRAWS numbers place each box, the last one chooses an anchor."""
+        """Draw uniform random numbers (B, 2 * DRAWS + 1): DRAWS for each of two boxes, and one to choose an anchor."""
         x = batch.views[2]
         generator = step_generator(at.draw, x.device)
         u = torch.rand(sum(batch.rows), 2 * DRAWS + 1, generator=generator, device=x.device, dtype=x.dtype)
@@ -124,11 +124,11 @@ def anchors(size: int, like: Tensor) -> Tensor:
 def near_boxes(boxes: Tensor, u: Tensor, overlap: float, size: int) -> Tensor:
     """Return for each box an anchor whose IoU with it is above `overlap`, or the box itself if there is none.
 
-    The uniform numbers `u` (B, 1) choose among these anchors. The released code first applies non-maximum suppression
-    with random scores, which is left out, as the host would have to wait for the number of remaining anchors."""
+    The uniform random numbers `u` (B, 1) choose among these anchors. The released code first applies non-maximum
+    suppression with random scores. It is left out, as the host would have to wait for the number of anchors left."""
     candidates = anchors(size, boxes)  # (A, 4)
     counted = (box_iou(boxes, candidates) > overlap).cumsum(1)  # (B, A)
     count = counted[:, -1:]
-    number = torch.minimum((u * count).long() + 1, count)  # rank, from 1, among the anchors that overlap enough
+    number = torch.minimum((u * count).long() + 1, count)  # which of the anchors that overlap enough, from 1 on
     chosen = torch.searchsorted(counted, number).clamp(max=len(candidates) - 1)  # (B, 1)
     return torch.where(count > 0, candidates[chosen.squeeze(1)], boxes)

@@ -2,7 +2,7 @@
 arXiv:2111.06377, section 3).
 
 B images, N patches of p x p pixels of 3 channels (or another number), n visible patches, P prefix tokens of the
-encoder, such as the class token, D channels of the encoder, d of the decoder."""
+encoder, such as the class token, D channels of the encoder, d channels of the decoder."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -91,7 +91,7 @@ class _Decoder(nn.Module):
     def __init__(self, backbone: Backbone, dim: int, depth: int, heads: int) -> None:
         super().__init__()
         model: Any = backbone.model
-        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # Any, as timm's annotation allows no partial
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)  # Any, as timm's type annotation does not allow a partial
         patch = model.patch_embed.patch_size
         self.prefix = model.num_prefix_tokens
         self.embed = nn.Linear(model.embed_dim, dim)
@@ -118,7 +118,7 @@ class _Decoder(nn.Module):
 def shuffle(n: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw an order (B, n) of n patches for each image of this rank. It does not depend on the number of ranks."""
     noise = torch.rand(sum(rows), n, generator=step_generator(seed, device), device=device)
-    return dist.own(noise, rows).argsort(stable=True)  # stable, as some random numbers are equal
+    return dist.own(noise, rows).argsort(stable=True)  # stable, as equal numbers would have no fixed order
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:

@@ -22,7 +22,7 @@ from eagleray.models.queue import Queue
 
 
 class MoBY(Method):
-    """Both views are queries and keys, with one queue of keys for each view. Only the online network uses drop path."""
+    """Each view gives queries and keys, and has a queue of its own keys. Only the online network uses drop path."""
 
     views = (2, 2)
     pooled_only = True

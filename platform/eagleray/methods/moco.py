@@ -38,7 +38,7 @@ class MoCo(Method):
         temperature: PositiveFloat = 0.2,
         queue: PositiveInt = 65536,
         momentum: Schedule = Schedule(value=0.999),
-        symmetric: bool = False,  # both directions, each with its own queue (v2+)
+        symmetric: bool = False,  # v2+: each view gives queries and keys, with one queue for each direction
         norm_group: PositiveInt | None = None,  # images normalised together by batch norm (paper: a GPU's); None: all
     ) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from eagleray.models.heads import mlp
 
 
 class MoCoV3(Method):
-    """Both views are queries and keys; the negatives are the other keys of the batch of all ranks."""
+    """Each view gives queries and keys; the negatives of a query are the keys of all other images on all ranks."""
 
     views = (2, 2)
     pooled_only = True
@@ -76,7 +76,7 @@ class MoCoV3(Method):
 
 
 def ctr(q: Tensor, k: Tensor, tau: float, rows: tuple[int, ...]) -> Tensor:
-    """Return the contrastive loss of queries (B, C) with the keys of all ranks; a row's positive is its own key."""
+    """Return the contrastive loss of queries q (B, C) with all ranks' keys k; a query's positive is its row of k."""
     q, k = unit(q), dist.gather(unit(k), rows)
     logits = inner(q, k) / tau  # (B, sum of rows)
     labels = torch.arange(len(q), device=q.device) + dist.offset(rows)

@@ -23,7 +23,7 @@ from eagleray.models.patch_colours import LEVELS, corrupt, mean_colours
 from eagleray.models.tokens import Hidden, drops_patches, maskable, take
 from eagleray.views.colours import colours
 
-MOST_CHANNELS = 5  # most channels of an image, for 8**5 = 32,768 colours
+MOST_CHANNELS = 5  # most channels that an image may have, which make 8**5 = 32,768 colours to predict
 
 
 class MPP(Method):

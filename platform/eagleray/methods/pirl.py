@@ -1,8 +1,8 @@
 """PIRL learns equal vectors for an image and its shuffled patches, with a memory bank (Misra and van der Maaten 2020,
 arXiv:1912.01991, section 2, with the jigsaw as pretext).
 
-B images on this rank, n in the training set, K negatives, D channels of the backbone, C of a stored vector, S pixels on
-a side of a view and P on a side of a patch."""
+B images on this rank, n images in the training set, K negatives, D channels of the backbone, C channels of a stored
+vector, views of S x S pixels, patches of P x P pixels."""
 
 from collections.abc import Sequence
 
@@ -26,8 +26,8 @@ from eagleray.models.queue import Bank, draw_negatives
 class PIRL(Method):
     """Contrastive learning with a memory bank of one vector per image.
 
-    The vectors of the first view and of nine shuffled patches of the second are each trained to be more similar to the
-    image's own row of the bank than to K random rows of other images."""
+    Two vectors of an image, that of the first view and that of nine shuffled patches of the second view, are trained to
+    be more similar to the image's own row of the bank than to K random rows."""
 
     views = (2, 2)
     pooled_only = True

@@ -22,7 +22,7 @@ from eagleray.models.heads import mlp
 
 
 class PixPro(Method):
-    """The pixel-to-propagation consistency of two views and, with `instance_weight`, BYOL's loss of whole images."""
+    """The loss is the pixel-to-propagation consistency of two views, plus `instance_weight` times BYOL's loss."""
 
     views = (2, 2)
     needs_boxes = True
@@ -119,8 +119,8 @@ def consistency(y: Tensor, t: Tensor, pairs: Tensor) -> Tensor:
 
 
 def near(boxes: Tensor, grids: tuple[tuple[int, int], tuple[int, int]], distance: float) -> Tensor:
-    """Return A (B, N, M): 1 for patches of two views whose centres are closer in the image than `distance` diagonals of
-    the larger patch, else 0. `boxes` (2, B, 4) and `grids` are those of the views.
+    """Return a matrix (B, N, M), the paper's A: 1 if the centres of two views' patches are closer in the image than
+    `distance` times the diagonal of the larger patch, else 0. `boxes` (2, B, 4) and `grids` are those of the views.
 
     Coordinates are shares of the image's width and height, as in the authors' code, whatever its aspect ratio."""
     (c1, diagonal1), (c2, diagonal2) = map(centres, boxes, grids)

@@ -2,7 +2,7 @@
 arXiv:2206.07990).
 
 Where the paper leaves a choice open, this follows the authors' code. B images, V views, N patches, K prototypes of
-images, P of patches, d channels of the bottleneck."""
+images, P prototypes of patches, d channels of the bottleneck."""
 
 from typing import Annotated, Literal
 
@@ -25,8 +25,8 @@ from eagleray.models.heads import PrototypeHead, drop_gradients
 class SelfPatch(Method):
     """DINO on the class attention's output for an image, and the same loss between each patch and its neighbours.
 
-    A patch of the student predicts the class attention's output for the teacher's neighbouring patches. The first two
-    views are the large crops."""
+    A student patch predicts the output of the teacher's class attention over the patches around it. The first two views
+    are the large crops."""
 
     views = (2, 100)
     center: Tensor  # (K,)
@@ -44,7 +44,7 @@ class SelfPatch(Method):
         neighbours: Annotated[int, Field(ge=1, le=8)] = 4,
         # Patches at opposite borders of the image are neighbours, as in the authors' code but not in the paper.
         wrap: bool = True,
-        # Crops that the teacher sees and whose patches are compared: all in the authors' code; its comment says large.
+        # Crops that the teacher sees and whose patches are compared. The authors' code has all; a comment in it, large.
         crops: Literal["all", "large"] = "all",
         patch_weight: NonNegativeFloat = 0.1,  # 0: DINO alone
         student_temp: PositiveFloat = 0.1,

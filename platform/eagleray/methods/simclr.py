@@ -20,7 +20,7 @@ from eagleray.models.heads import mlp
 
 
 class SimCLR(Method):
-    """Every other crop of the batch of all ranks is a negative. There is no momentum encoder and no predictor."""
+    """A crop's negatives are the crops of all other images on all ranks. There is no momentum encoder or predictor."""
 
     views = (2, 2)
     pooled_only = True

@@ -35,7 +35,7 @@ class SimSiam(Method):
             nn.Linear(dim, hidden, bias=False),
             nn.BatchNorm1d(hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(hidden, dim),  # with bias, without batch norm, which makes training unstable here (table 3)
+            nn.Linear(hidden, dim),  # with a bias; batch norm here would make training unstable (table 3)
         )
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from eagleray.models.queue import Queue
 
 
 class SwAV(Method):
-    """The first two views, the full-resolution crops, are assigned to prototypes, which all other views predict."""
+    """The first two views, the full-resolution crops, are each assigned to prototypes that all other views predict."""
 
     views = (2, 100)
     pooled_only = True

@@ -48,7 +48,7 @@ class VICReg(Method):
         return self.encoder.backbone
 
 
-@in_float32  # near 1, where the deviations go, bfloat16 has steps of 1/256
+@in_float32  # the standard deviations approach 1, where bfloat16 has steps of 1/256
 def terms(z1: Tensor, z2: Tensor, rows: tuple[int, ...], eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance (equations 5, 1 and 4) of embeddings (B, C), the same on every rank.
 
@@ -66,7 +66,7 @@ def variance_hinge(z: Tensor, eps: float) -> Tensor:
 
 
 def covariance_penalty(z: Tensor) -> Tensor:
-    """Return the sum of the squared covariances of every two channels of z (N, C), divided by C.
+    """Return the sum of the squared covariances of all pairs of different channels of z (N, C), divided by C.
 
     z is the same on all ranks; each rank computes the covariances of its share of the channels with all channels."""
     z = z - z.mean(0)

@@ -59,8 +59,8 @@ class Backbone(nn.Module):
     micro_batch: int | None = None  # images in one forward pass while training; None: all
     compiled = False  # whether the model's layers run through torch.compile while training
     draw = 0  # seed of the step, by which rotary positions are shifted, stretched and scaled
-    merged: "Adapters | None" = None  # adapters of `backbone.lora` that were added to its weights
-    held = False  # whether `start.freeze` keeps its weights while other parts of a method are trained
+    merged: "Adapters | None" = None  # adapters of `backbone.lora` that were added to the weights; None: none
+    held = False  # whether `start.freeze` freezes this backbone while other parts of a method are trained
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Backbone(nn.Module):
             if freeze_patch or stem == "conv":
                 other = "freeze_patch=true" if freeze_patch else "stem=conv"
                 raise UserError(f"backbone.patch_norm={patch_norm}: none is trained with backbone.{other}")
-            if patch_norm == "weight":  # weight norm keeps the initialisation above
+            if patch_norm == "weight":  # weight norm keeps the weights that were initialised above
                 nn.utils.parametrizations.weight_norm(self.model.patch_embed.proj)
 
     def forward(self, images: Tensor, hidden: Hidden | None = None) -> Features:
@@ -173,7 +173,7 @@ class Backbone(nn.Module):
 
     @cached_property
     def batch_norm(self) -> bool:
-        """Return whether the output for an image depends on the other images of the batch."""
+        """Return whether the model has batch norm, so that an image's output depends on the other images."""
         return any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.modules())
 
     def _pooled(self, images: Tensor) -> Tensor:
@@ -194,15 +194,15 @@ class Backbone(nn.Module):
         if self.compiled and self.training:
             run = compile_once(outputs)
             if fill := getattr(self.model, "fill_layouts", None):  # only EsViT's Swin has it
-                fill(images)  # before tracing, as the compiler would take new layouts for a change of the model
+                fill(images)  # must precede tracing: the compiler would take new layouts for changes of the model
         class_token = pooled and self.training and class_token_pooled(self.model)
         return run(self.model, list(images), class_token, hidden, self._turns(images, hidden))
 
     def _turns(self, images: Sequence[Tensor], hidden: Hidden | None = None) -> list[Tensor] | None:
-        """Return the rotations of the patches of images (B, 3, S, S) of each size; None for a model without rotary
-        positions, and where timm computes them: in evaluations without hidden patches.
+        """Return the rotations of rotary positions for each size of `images`. Return None for a model without rotary
+        positions, and in evaluations without hidden patches, where timm computes the rotations itself.
 
-        They are not compiled, because every training step draws them anew."""
+        This is not compiled, because every training step draws the rotations anew."""
         if not (self.training or hidden) or not hasattr(self.model, "rope"):
             return None
         from eagleray.models.rotary import rotary, rotations  # imported here, as most models have no rotary positions
@@ -301,7 +301,7 @@ def outputs(
     """Return the outputs of a model's layers for images (B, 3, S, S) of one size or, in one forward pass, of several.
 
     The outputs are all tokens or, with `class_token`, the class token alone. Patches of the first size's images may be
-    `hidden`. `turns` are the rotations of rotary positions."""
+    `hidden`. `turns` are the rotations of rotary positions; None: the model has none, or timm computes them."""
     if turns is not None:
         from eagleray.models.rotary import rotary_features
 
@@ -346,8 +346,8 @@ class Encoder(nn.Module, Generic[Head]):
     def each(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return the head's output (B, C) for each of V views (B, 3, S, S).
 
-        Batch norm never mixes two views: the head's batch norm computes separate statistics for each view, and a
-        backbone with batch norm runs once for each view. Any other backbone runs once for all views of one size."""
+        Batch norm never mixes two views: the head's batch norm uses the statistics of each view alone, and a backbone
+        with batch norm runs once for each view. Any other backbone runs only once if all views have one size."""
         return each_view(self.head, self.backbone.pooled_each(views))
 
 
@@ -366,8 +366,8 @@ def check_option(name: str) -> None:
 def create(name: str, keys: dict[str, str], settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Create the timm model `name`.
 
-    `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` are
-    arguments for timm that eagleray chooses; `options` are the user's, and replace them.
+    `keys` are the keys of the recipe's backbone section that change timm's ViT, with their values. `settings` and
+    `options` are arguments for timm: eagleray chooses the settings, and the user's options take precedence.
 
     Raises UserError for a name that timm lacks, and for a key or an option that does not fit the model."""
     base = name.partition(".")[0]

@@ -1,8 +1,8 @@
 """Batch norms over the rows of all ranks, or over groups of images.
 
-With groups, a key is normalised together with other images than its query, so that shared statistics do not tell which
-belong together (He et al. 2019, arXiv:1911.05722, section 3.3). Results are the same for any number of ranks. B images,
-C channels."""
+MoCo normalises the key of an image in another group than its query: if both shared their statistics, the network could
+tell from these which belong together (He et al. 2019, arXiv:1911.05722, section 3.3). Results are the same for any
+number of ranks. B images, C channels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ KERNELS = ("cuda", "xpu")  # device types with kernels for PyTorch's SyncBatchNo
 
 
 class PortableSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the rows of all ranks, which may have different numbers of rows. B images, C channels."""
+    """Batch norm over the rows of all ranks, on any device. Ranks may have different numbers of rows."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2
@@ -50,7 +50,7 @@ def sync_batch_norms(module: nn.Module, device: torch.device) -> nn.Module:
 
     Raises UserError for a kind of batch norm other than PyTorch's 1d and 2d on a device other than those of KERNELS."""
     if device.type in KERNELS:
-        return convert_sync_batchnorm(module)  # timm's function keeps the activations in its own batch norms
+        return convert_sync_batchnorm(module)  # timm's, as PyTorch's would lose the activation in timm's batch norms
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
             raise UserError(
@@ -77,7 +77,7 @@ class _NormEach(torch.autograd.Function):
         counts, (means, squares) = rows[:, -1:].unsqueeze(2), rows[:, :-1].view(-1, *sums.shape).unbind(1)
         n = counts.sum()
         mean = (counts * means).sum(0) / n
-        var = (squares + counts * (means - mean).square()).sum(0) / n  # Chan, Golub and LeVeque 1979
+        var = (squares + counts * (means - mean).square()).sum(0) / n  # combined as by Chan, Golub and LeVeque 1979
         scale = torch.rsqrt(var + eps).unsqueeze(1)
         normed = (wide - mean.unsqueeze(1)) * scale
         out = normed if weight is None or bias is None else torch.addcmul(bias, normed, weight)
@@ -99,9 +99,9 @@ class _NormEach(torch.autograd.Function):
 
 
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
-    """Return a head's output for each of its inputs (B, C); its batch norms use the statistics of each input alone.
+    """Return a head's output for each of the inputs `views` (B, C); its batch norms never mix two inputs.
 
-    Batch norms over all ranks exchange the statistics of all inputs at once."""
+    Batch norms over all ranks exchange the statistics of all inputs in one message."""
     together = len(views) > 1 and head.training and dist.size() > 1 and isinstance(head, nn.Sequential)
     if not together or not any(isinstance(layer, OVER_RANKS) for layer in head):  # type: ignore[attr-defined]
         return [head(x) for x in views]
@@ -130,13 +130,13 @@ def _norm_each(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, views: int) -> 
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
-    """Batch norm with separate statistics for each `group` consecutive images; in the paper a group is one GPU's batch.
+    """Batch norm with separate statistics for each `group` consecutive images. In MoCo, a group is one GPU's batch.
 
     A group may be spread over several ranks with equally many images. The class does not inherit from `_BatchNorm`,
     because `sync_batch_norms` would turn it into a norm over all ranks."""
 
     group: int  # images per group; the last group of a batch may be smaller
-    images: int | None = None  # number of this rank's images if each has several consecutive rows; None: one row each
+    images: int | None = None  # number of images on this rank, whose rows are consecutive; None: one row per image
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (B, C, ...)."""
@@ -177,7 +177,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
 
     @torch.no_grad()
     def _update_running(self, moments: Tensor) -> None:
-        """Move the running statistics once, to the mean of `moments` (2, groups, C) over the groups of all ranks."""
+        """Move the running statistics one step towards the mean of `moments` (2, groups, C) over all ranks' groups."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -202,21 +202,21 @@ def group_batch_norms(module: nn.Module, group: int | None) -> None:
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             if type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
                 raise UserError(f"method.norm_group={group}: the backbone's {type(child).__name__} cannot be grouped")
-            child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # only `forward` is another
+            child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # only `forward` changes
             child.group = group  # type: ignore[assignment]
 
 
 def count_images(module: nn.Module, images: int) -> None:
-    """Tell the grouped batch norms of a module this rank's number of images, if images have several rows each.
+    """Tell the grouped batch norms of a module how many images this rank has, if each image has several rows.
 
-    The number holds until the next call, so also when the backward pass computes activations again."""
+    The number stays set until the next call, as the backward pass may recompute activations."""
     for child in module.modules():
         if isinstance(child, GroupedBatchNorm):
             child.images = images
 
 
 def check_groups(group: int, rows: tuple[int, ...]) -> None:
-    """Raises UserError unless `group` divides every rank's rows, or groups are whole ranks of equally many rows."""
+    """Raises UserError unless `group` divides each rank's `rows`, or a group is all rows of several equal ranks."""
     counts = sorted(set(rows))
     if any(n % group for n in rows) and not (len(counts) == 1 and group % counts[0] == 0 == sum(rows) % group):
         given = ", ".join(map(str, counts))
@@ -229,13 +229,14 @@ def check_groups(group: int, rows: tuple[int, ...]) -> None:
 def shuffle(
     x: Tensor, rows: tuple[int, ...], group: int | None, *, seed: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return this rank's rows (B, ...) of the shuffled global batch, and a function that restores the order of rows.
+    """Shuffle the rows of x (B, ...) across all ranks. Return this rank's rows, and a function that undoes the shuffle.
 
-    With `group` None the order does not matter and is unchanged. Raises UserError when `check_groups` does."""
+    If `group` is None, x is returned unchanged, as the order matters to groups only. `rows` are the ranks' numbers of
+    rows. Raises UserError when `check_groups` does."""
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)
-    generator = torch.Generator(x.device).manual_seed(seed)  # on the device: a copy from the host would wait for it
+    generator = torch.Generator(x.device).manual_seed(seed)  # draws on the device, so that no copy waits for it
     order = torch.randperm(sum(rows), generator=generator, device=x.device)
     own = slice(dist.offset(rows), dist.offset(rows) + len(x))
     return dist.gather(x, rows)[order[own]], lambda y: dist.gather(y, rows)[order.argsort()[own]]

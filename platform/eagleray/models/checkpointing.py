@@ -22,12 +22,12 @@ def checkpoint_blocks(model: nn.Module) -> None:
     Gradients and buffers are bit-identical: a block draws the same random numbers again, and batch norm counts a batch
     once. Raises UserError for a model without stages or blocks."""
     for block in blocks(model):
-        # The method is replaced, not the block wrapped: parameters keep their names, and a copy of the network works.
+        # Only the method is replaced: a wrapper would rename the parameters. A copy of the block binds it to the copy.
         block.forward = types.MethodType(_forward, block)  # type: ignore[method-assign]
 
 
 def without_checkpoints(claim: Callable[[nn.Module], bool], block: nn.Module) -> bool:
-    """Return claim(block); during the call, the effect of `checkpoint_blocks` on the block is undone."""
+    """Return claim(block). While `claim` runs, the block has its original `forward`, without checkpointing."""
     own: Any = vars(block).get("forward")
     if getattr(own, "__func__", None) is not _forward:
         return claim(block)
@@ -49,7 +49,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a block's forward pass and of its recomputation."""
+    """Return the contexts of a block's forward pass and of its recomputation, which must not update `norms` again."""
     return nullcontext(), _copied_buffers(norms)
 
 
@@ -68,7 +68,7 @@ def _copied_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def micro_batched(f: Callable[..., Any], x: Tensor, size: int | None, *more: Tensor) -> Any:
-    """Return f(x, *more) for tensors (B, ...), computed on at most `size` rows at a time; None: on all rows at once.
+    """Return f(x, *more) for tensors (B, ...), computed on at most `size` rows at a time, or on all if it is None.
 
     f returns a tensor (B, ...), or a tuple of such tensors and of constants. Memory is needed for one micro-batch and
     for all outputs; the backward pass costs one more forward pass."""

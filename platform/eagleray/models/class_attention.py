@@ -33,7 +33,7 @@ class Aggregation(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return a vector (n, D) for each set of patches (n, N, D); `mask` (n, N) is true for patches to attend to."""
+        """Return vectors (n, D) of n sets of patches x (n, N, D). Patches whose `mask` (n, N) is false are ignored."""
         token = self.token.expand(len(x), -1, -1)
         for block in self.blocks:
             token = block(token, x, mask)
@@ -41,7 +41,7 @@ class Aggregation(nn.Module):
         return out
 
     def aggregate_neighbours(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
-        """Return, for each patch of x (B, N, D), an aggregate (B, N, D) of its k most similar neighbours only."""
+        """Return, for each patch of x (B, N, D), the aggregate (B, N, D) of the k neighbours most similar to it."""
         index, mask = most_similar_neighbours(x, grid, k, wrap=wrap)  # (B, N, k)
         near = x[torch.arange(len(x), device=x.device).view(-1, 1, 1), index]  # (B, N, k, D)
         return self(near.flatten(0, 1), mask.flatten(0, 1)).view_as(x)
@@ -63,7 +63,7 @@ class _Block(nn.Module):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.q(u[:, :1]), self.k(u), self.v(u))
         )  # (n, H, 1 or 1 + N, D / H)
-        # PyTorch's attention kernels are not used: they limit the batch size n, and there is a set for each patch.
+        # Not PyTorch's attention kernels, which limit the batch size: n is large, as every patch has a set of its own.
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # (n, H, 1, 1 + N)
         if mask is not None:
             scores = scores.masked_fill(~F.pad(mask, (1, 0), value=True)[:, None, None], -torch.inf)
@@ -76,7 +76,7 @@ class AggregationBackbone(Backbone):
     """A backbone whose pooled vector is the aggregation of all its patches."""
 
     def __init__(self, backbone: Backbone, heads: int) -> None:
-        nn.Module.__init__(self)  # Backbone's `__init__` would create another timm model
+        nn.Module.__init__(self)  # not Backbone's `__init__`, which would create another timm model
         self.model, self.micro_batch = backbone.model, backbone.micro_batch
         self.dim, self.channels = backbone.dim, backbone.channels
         self.aggregation = Aggregation(backbone.dim, heads)

@@ -46,7 +46,7 @@ def ema_copy(net: M) -> M:
 
 
 def momentum_copies(module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return all pairs of a momentum copy inside a module and the network that it follows."""
+    """Return every momentum copy inside a module, each with the network whose average it is."""
     return [(copy, copy.online_ref()) for copy in module.modules() if hasattr(copy, "online_ref")]  # type: ignore[operator]
 
 
@@ -61,10 +61,10 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
     follows = [t is not o and id(t) not in held for t, o in zip(targets, onlines, strict=True)]
     targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
-    if hasattr(target, "stored"):  # `stored` has the sharded parameters: engine/sharded.py
+    if hasattr(target, "stored"):  # engine/sharded.py lists the sharded parameters in `stored`
         mine, theirs = (local(compress(net.stored, follows)) for net in (target, online))  # type: ignore[arg-type]
         torch._foreach_lerp_(mine, theirs, weight)
-        # Parameters that FSDP has gathered for a forward pass are copies, used until it ends, so they are updated too.
+        # Parameters that FSDP has gathered for a forward pass are copies that it still uses, so they are updated too.
         gathered = [not sharded(t) for t in targets]
         targets, onlines = (list(compress(params, gathered)) for params in (targets, onlines))
     if targets:

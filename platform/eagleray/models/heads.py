@@ -34,7 +34,7 @@ def drop_gradients(*modules: nn.Module) -> None:
 
 
 def zero_loss(module: nn.Module) -> Tensor:
-    """Return a loss of zero with a gradient of zero for every parameter, because ranks wait for all gradients."""
+    """Return a loss of zero that gives every parameter a gradient of zero, as data-parallel ranks wait for each one."""
     return 0 * torch.stack([p.sum() for p in module.parameters()]).sum()
 
 
@@ -54,9 +54,9 @@ class PrototypeHead(nn.Module):
         norm: bool = False,
         free_scale: bool = False,
     ) -> None:
-        """`free_scale` trains the length of each prototype, which is 1 otherwise.
+        """With `free_scale`, the length of each prototype is trained; otherwise it is 1.
 
-        `layers` and `norm` (batch norm in the hidden layers) serve tests against outputs of the authors' head."""
+        Only tests change `layers` and `norm` (batch norm in the hidden layers), to compare with the authors' head."""
         super().__init__()
         widths = [dim] + [hidden] * (layers - 1) + [bottleneck]
         mlp: list[nn.Module] = [nn.Linear(widths[0], widths[1])]

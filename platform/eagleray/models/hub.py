@@ -1,6 +1,6 @@
-"""Files of the Hugging Face Hub, from its cache on this machine or downloaded.
+"""Finds files of the Hugging Face Hub in its cache on this machine, or downloads them.
 
-Without a network, an error comes within PATIENCE seconds; the Hub's own client would try for a minute."""
+Without a network, this fails within PATIENCE seconds; the Hub's own client would try for a minute."""
 
 import urllib.error
 import urllib.request
@@ -45,13 +45,13 @@ def fetch(repository: str, names: Sequence[str] = FILES, *, given: str) -> Path:
         raise UserError(f"{given}: {asked} and {TOKEN}") from None
     except RepositoryNotFoundError:
         raise UserError(f"{given}: the Hub has no such repository, or a private one; {TOKEN}") from None
-    except Exception as e:  # many libraries raise here: a full disk, a proxy, an unknown name
+    except Exception as e:  # libraries raise many errors here, such as for a full disk, a proxy or an unknown name
         raise UserError(f"{given}: cannot be fetched ({type(e).__name__}: {one_line(e)})") from None
     raise UserError(f"{given}: the repository has no {' or '.join(names)}")
 
 
 def timm_overlay(cfg: PretrainedCfg | None, given: str) -> dict[str, Any]:
-    """Return changes to the configuration of timm's pretrained weights that let timm read a file from `fetch`.
+    """Return changes to the configuration of timm's pretrained weights, with which timm reads the file from `fetch`.
 
     The result is empty if timm gets the weights in another way. Raises UserError as `fetch` does."""
     if cfg is None or cfg.file or not cfg.hf_hub_id or cfg.custom_load == "hf":

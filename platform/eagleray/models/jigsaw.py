@@ -15,8 +15,8 @@ PATCHES = GRID * GRID
 def jigsaw(images: Tensor, size: int, seed: int, rows: tuple[int, ...]) -> Tensor:
     """Return nine patches (B, 9, C, size, size) of each image (B, C, H, W), one from each cell of a 3 x 3 grid.
 
-    Their order is random, and so is the position of each patch in its cell, because edges that continue in the next
-    patch would tell the order. `rows` are the numbers of images of all ranks: the draw does not depend on how ranks
+    The order of the patches is random. So is the position of each patch in its cell, as edges that continue in the next
+    patch would tell the order. `rows` has the number of images of each rank; the draw does not depend on how ranks
     share the batch. `size` is at most a third of H and of W, rounded down."""
     height, width = images.shape[2] // GRID, images.shape[3] // GRID  # the height and width of a cell
     first, count = dist.offset(rows), sum(rows)
@@ -28,7 +28,7 @@ def jigsaw(images: Tensor, size: int, seed: int, rows: tuple[int, ...]) -> Tenso
         return drawn[first : first + len(images)]
 
     noise = torch.rand(count, PATCHES, generator=generator, device=device)[first : first + len(images)]
-    cell = noise.argsort(stable=True)  # stable, as some random numbers are equal
+    cell = noise.argsort(stable=True)  # stable, as equal random numbers would have no fixed order
     pixels = torch.arange(size, device=device)
     y = (cell // GRID * height + draw(height - size)).unsqueeze(2) + pixels  # (B, 9, size)
     x = (cell % GRID * width + draw(width - size)).unsqueeze(2) + pixels

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     exported: str  # the network whose backbone the authors evaluate: STUDENT or TEACHER
     backbones: dict[str, State]  # keys are STUDENT and TEACHER
     parts: State  # heads, predictors, centres and queues
-    heads: dict[str, int]  # number of attention heads by module, which the shapes do not tell
+    heads: dict[str, int]  # number of attention heads by module, as it cannot be told from the tensors' shapes
 
 
 def recognise(checkpoint: Mapping[str, Any]) -> Layout | None:
@@ -48,8 +48,8 @@ def dino_family(checkpoint: Mapping[str, Any]) -> Layout | None:
     return Layout(_dino_authors(checkpoint, states[TEACHER]), TEACHER, backbones, parts, heads)
 
 
-# DINO_HEADS maps the authors' names of heads to eagleray's. IBOT_PATCHES matches iBOT's layers for patches alone, which
-# belong to no method here: if patches share the head of images, these layers repeat that head's.
+# DINO_HEADS maps the authors' names of heads to eagleray's. IBOT_PATCHES matches iBOT's layers for patches alone. They
+# are skipped: no method here has them, and if iBOT's images and patches share the head, they are copies of its layers.
 IBOT_PATCHES = re.compile(r"\.(last_layer|mlp|last_norm)2\.")
 DINO_HEADS = {"head.": "head.", "head_dense.": "region_head.", "dino_head.": "head.", "ibot_head.": "patch_head."}
 DINO_HEADS |= {"c_head.": "head.", "p_head.": "patch_head.", "ca_head.": "aggregation."}  # SelfPatch's names
@@ -80,7 +80,7 @@ def _dino_backbone(state: State) -> Iterator[tuple[str, Tensor]]:
 def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the heads under eagleray's names, without iBOT's layers for patches alone.
 
-    Weight-normalised prototypes get the names of PyTorch's newer function, also if the file has the older names."""
+    Weight-normalised prototypes get the names of `torch.nn.utils.parametrizations.weight_norm`, whichever they had."""
     for theirs, ours in DINO_HEADS.items():
         for key in (k for k in state if k.startswith(theirs) and not IBOT_PATCHES.search(k)):
             name = key.removeprefix(theirs)
@@ -90,7 +90,7 @@ def _dino_heads(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def moco_v3(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoCo v3: two encoders with the projector as classifier. None for any other file."""
+    """Return a checkpoint of MoCo v3: two encoders, each with a projector as its classifier. None for other files."""
     state = tensors_in(_mapping(checkpoint, "state_dict"))
     encoders = {STUDENT: "base_encoder.", TEACHER: "momentum_encoder."}
     if not all(any(k.startswith(prefix) for k in state) for prefix in encoders.values()):
@@ -112,7 +112,7 @@ MOBY_HEADS = {"projector.": "student.head.", "projector_k.": "teacher.head.", "p
 
 
 def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
-    """Return a checkpoint of MoBY: two encoders, their projectors, a predictor and two queues with one write index."""
+    """Return a checkpoint of MoBY (encoders, projectors, a predictor, two queues with one write index), or None."""
     state = tensors_in(_mapping(checkpoint, "model"))
     if not {"queue1", "queue2", "queue_ptr"} <= state.keys() or state["queue_ptr"].numel() != 1:
         return None
@@ -126,9 +126,9 @@ def moby(checkpoint: Mapping[str, Any]) -> Layout | None:
 
 
 def _moby_mlp(state: State) -> State:
-    """Return the tensors of an MLP, named by their layer's index: MoBY's minus 1, as its layer 0 does nothing."""
+    """Return the tensors of an MLP with our layer indices: MoBY's minus 1, as MoBY's layer 0 does nothing."""
     hidden = [int(m[1]) for k in state if (m := re.match(r"linear_hidden\.(\d+)\.", k))]
-    last = max(hidden, default=-1) + 1  # the ReLU in front has no tensors
+    last = max(hidden, default=-1) + 1  # our index of the output layer; the ReLU before it has no tensors
     named = {re.sub(r"^linear_hidden\.(\d+)", lambda m: str(int(m[1]) - 1), k): v for k, v in state.items()}
     return {re.sub(r"^linear_out", str(last), k): v for k, v in named.items()}
 

@@ -40,9 +40,9 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.b.weight)
 
     def add(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
-        """Return a layer's output y (..., D) for x (..., C) plus the adapter's output.
+        """Return the sum of a layer's output y (..., D) and the adapter's output, both for the input x (..., C).
 
-        If y has only some channels of the layer's output, `rows` says which."""
+        If y has only some channels of the layer's output, `rows` are these channels."""
         low = self.a(x)
         return torch.add(y, self.b(low) if rows is None else F.linear(low, self.b.weight[rows]), alpha=self.scale)
 
@@ -79,7 +79,7 @@ def adapt(backbone: "Backbone", settings: Lora) -> None:
                 if settings.rank > (most := min(layer.weight.shape)):
                     raise UserError(f"backbone.lora.rank={settings.rank}: {target} has {most} channels at its end")
                 layer.lora = Adapter(layer, settings)
-                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # keeps layer names
+                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]  # keeps layers' names
         if hasattr(block.attn, "qkv_bias_separate"):
             block.attn.qkv_bias_separate = True  # otherwise Eva uses qkv's weights directly, without the adapter
 

@@ -18,7 +18,7 @@ KEY = re.compile(r"""['"]([\w.-]+)['"]\s*:""")
 
 @functools.cache
 def _names() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of all models, also eagleray's and timm's deprecated ones, and of all weights, MODEL.TAG."""
+    """Return the names of all models, including eagleray's and deprecated ones, and of all weights as MODEL.TAG."""
     found = importlib.util.find_spec("timm")
     assert found
     assert found.origin
@@ -33,7 +33,7 @@ def has_model(name: str) -> bool:
     base = name.partition(".")[0]
     if not _is_read():
         register_ours()
-    timm = sys.modules.get("timm")  # imported by any plug-in that registers a backbone with it
+    timm = sys.modules.get("timm")  # imported by now if a plug-in has registered a backbone with timm
     return base in _names()[0] or bool(timm and timm.is_model(base))
 
 
@@ -49,7 +49,7 @@ def _is_read() -> bool:
 
 
 def no_model(name: str, key: str = "backbone.name") -> UserError:
-    """Return the error for a key of a recipe that names no model."""
+    """Return the error for the unknown model `name`, the value of a recipe's `key`; it suggests the closest name."""
     close = difflib.get_close_matches(name.partition(".")[0], sorted(_names()[0]), 1)
     return UserError(f"{key}={name}: timm has no such model" + (f"; did you mean {close[0]}?" if close else ""))
 

@@ -21,7 +21,7 @@ TESTED = (
 )
 
 
-TIMM, HF = "timm:", "hf:"  # prefixes of weights from timm and from the Hugging Face Hub
+TIMM, HF = "timm:", "hf:"  # prefixes of the names of weights from timm and from the Hugging Face Hub
 
 
 def is_public(source: str) -> bool:
@@ -36,7 +36,7 @@ class Lora:
     rank: PositiveInt = 16  # rank of the matrices that are added to the weights
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0  # the matrices are added with weight alpha / rank
     blocks: PositiveInt | None = None  # number of last blocks that get adapters; None: every block
-    # Linear layers of a block that get adapters; qkv and fc1 are all of their parts where a model divides them
+    # Linear layers of a block that get adapters; where a model divides qkv or fc1 into several layers, all of these do
     targets: Annotated[tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1)] = ("qkv", "proj")
 
 
@@ -45,8 +45,8 @@ class Network:
     """The backbone of a run: a timm model and the changes to it."""
 
     name: str = "vit_small_patch16_224"  # a model of timm
-    # Initial weights of fine-tuning: a run, a checkpoint, a file of tensors, or timm:NAME; None: random. Pretraining
-    # has `start`
+    # Initial weights of fine-tuning: a run, a checkpoint, a file of tensors, or timm:NAME; None: random. Those of
+    # pretraining are in the section `start`
     weights: str | None = None
     drop_path: Share = 0.0  # rate of stochastic depth in the trained network; momentum copies drop nothing
     init: Literal["timm", "moco", "mae"] = "timm"  # the initial weights of a ViT: as in timm, MoCo v3 or MAE
@@ -57,8 +57,8 @@ class Network:
     # norm_mean: mean of the patches after the final norm, without class token
     pool: Literal["timm", "mean", "norm_mean"] = "timm"
     norm: Literal["timm", "batch"] = "timm"  # batch: batch norm before a ViT's MLPs, over images and tokens (ViT-BN)
-    # conv: four 3x3 convolutions instead of the projection of 16-pixel patches; wide: a ResNet's stem is as wide as its
-    # first stage, if its `channels` are not timm's
+    # conv: four 3x3 convolutions instead of the projection of 16-pixel patches; wide: a ResNet with other `channels`
+    # than timm's gets a stem as wide as its first stage
     stem: Literal["timm", "conv", "wide"] = "timm"
     freeze_patch: bool = False  # the random patch projection is not trained (MoCo v3)
     # Norm of a ViT's patch projection. batch: batch norm of the tokens; weight: weight norm (Salimans and Kingma)
@@ -75,5 +75,5 @@ class Network:
 class TrainedNetwork(Network):
     """The backbone that a run trains, which may get adapters."""
 
-    # Low-rank adapters, without which all weights are trained; they need a start (docs/finetune.md#adapters)
+    # Low-rank adapters, which need a `start` (docs/finetune.md#adapters); None: all weights are trained
     lora: Lora | None = None

@@ -30,10 +30,10 @@ def corrupt(
     seed: int,
     device: torch.device,
 ) -> Corruption:
-    """Draw the corruption of each image of this rank, the same for any number of ranks.
+    """Draw the corruption of each image of this rank, the same for any number of ranks (`rows`: images of each rank).
 
     `shares` are the share of patches that are corrupted and, of the corrupted patches, the shares that are masked and
-    exchanged. An exchanged patch is replaced by any other patch of its image."""
+    exchanged. An exchanged patch is replaced by a random other patch of its image."""
     size, g = (sum(rows), grid[0] * grid[1]), step_generator(seed, device)
     corrupted, masked, exchanged = shares
     order = torch.rand(size, generator=g, device=device).argsort(dim=1, stable=True)
@@ -45,7 +45,7 @@ def corrupt(
     chosen = order.argsort(1) < n
     places = torch.arange(size[1], device=device)
     swapped = chosen & (kind >= masked) & (kind < masked + exchanged)
-    source = torch.where(swapped, other + (other >= places), places)  # any patch but the own one
+    source = torch.where(swapped, other + (other >= places), places)  # `other` skips the patch's own index
     return Corruption(order[:, :n], (chosen & (kind < masked)).unflatten(1, grid), source)
 
 

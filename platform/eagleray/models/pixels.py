@@ -1,4 +1,4 @@
-"""Adapts weights that were trained with another pixel mean and std to ours: the first layer converts the pixels."""
+"""Adapts weights that were trained with another pixel mean and std: the first layer is changed to take our pixels."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ def conversion(theirs: Pixels) -> Tensor:
 
 
 def first_convolution(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
-    """Return the name and the module of the first convolution of 3 channels; None if there is none."""
+    """Return the name and the module of the first convolution with 3 input channels; None if there is none."""
     each = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.in_channels == len(MEAN))
     return next(each, None)
 

@@ -60,7 +60,7 @@ class Bank(Memory):
 def draw_negatives(n: int, negatives: int, rows: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw K negatives (B, K) for each row of this rank, uniformly over all n images.
 
-    A row's own image may be among them, as in the released code. The draw is for the rows of all ranks and depends on
-    the seed alone, so it is the same for any number of ranks and after a restart."""
+    A row's own image may be among them, as in InstDisc's code. Negatives are drawn for the rows of all ranks and depend
+    on the seed alone, so they are the same for any number of ranks and after a restart."""
     drawn = torch.randint(n, (sum(rows), negatives), generator=step_generator(seed, device), device=device)
     return dist.own(drawn, rows)

@@ -51,13 +51,13 @@ class Place(NamedTuple):
 
 
 def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, list[str]]:
-    """Return the place whose tensors fit a model best, the tensors by the model's names, and the names of all places
-    whose other tensors fit as well."""
+    """Return the place whose tensors fit a model best, these tensors by the model's names, and the names of all other
+    places, with other tensors, that fit equally well."""
     own: State = model.state_dict()
     found = [(place, read) for place in _places(places, own) for read in _readings(place, model)]
     fitting = [_fitting(read, own) for _, read in found]
     first = [entry for entry, fits in zip(found, fitting, strict=True) if fits == max(fitting)]
-    place, read = min(first, key=lambda entry: entry[0].rank)  # the first of equal ones
+    place, read = min(first, key=lambda entry: entry[0].rank)  # of places with the same rank, the first
     taken = {id(v) for k, v in read.items() if k in own}
     others = {str(p): None for p, r in first if max(fitting) and not taken & {id(v) for k, v in r.items() if k in own}}
     return place, read, list(others)
@@ -75,8 +75,8 @@ def _places(places: Mapping[str, State], own: State) -> Iterator[Place]:
 
 
 def _readings(place: Place, model: nn.Module) -> Iterator[State]:
-    """Yield the possible readings of the tensors at a place: with the names in the file, then with timm's."""
-    own = {unwrap_name(k): k for k in model.state_dict()}  # the model's own names may look wrapped
+    """Yield the tensors at a place under each set of names that may be right: the file's names, then timm's."""
+    own = {unwrap_name(k): k for k in model.state_dict()}  # some models' own names contain what `unwrap_name` removes
     below = {k.removeprefix(place.prefix): v for k, v in place.tensors.items() if k.startswith(place.prefix)}
     below = {own.get(k, k): v for k, v in below.items()}
     yield from _renamed(below, model)
@@ -95,8 +95,8 @@ def _renamed(below: State, model: nn.Module) -> Iterator[State]:
             renamed = rename(dict(below), model)
     except (AttributeError, KeyError, ValueError, RuntimeError, AssertionError):  # names that timm does not know
         return
-    # Only the names are taken from timm; resizing and sums of tensors are left to `shaped`. A name that timm moves to
-    # another layer, as in Swin's downsampling, is in `below` too, but for another tensor, told by its shape.
+    # Only the names are taken from timm; `shaped` resizes tensors. timm moves some names to another layer, as in Swin's
+    # downsampling. Such a name is in `below` too, but for another tensor, which has another shape.
     mine = {k for k, v in renamed.items() if k in below and (has_any_size(k) or below[k].shape == v.shape)}
     # timm drops DINOv3's qkv biases for models without such biases. Biases other than zero are kept, as the features
     # would differ without them.

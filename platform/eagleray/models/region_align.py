@@ -15,7 +15,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.models.checkpointing import micro_batched
 from eagleray.models.stages import stages
 
-LONGEST = 2  # longest side of a box, in sides of the map
+LONGEST = 2  # longest side of a box, as a multiple of the map's side
 
 
 def check_convolutional(backbone: Backbone) -> None:
@@ -40,7 +40,7 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
     def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
         return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
 
-    with stages(model)[-2].register_forward_hook(cut):  # the hook is new each time, so this is not compiled
+    with stages(model)[-2].register_forward_hook(cut):  # not compiled, as each call has a new hook
         out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
     return out
 

@@ -1,10 +1,10 @@
 """Rotary positions of timm's DINOv3 transformers: coordinates of patches that training shifts, stretches and scales.
 
-RoPE is by Su et al. 2021, arXiv:2104.09864. In training the box of coordinates is changed as in DINOv3 (Siméoni et al.
-2025, arXiv:2508.10104, section 3.2), by as much as timm's options `rope_shift_coords`, `rope_jitter_coords` and
-`rope_rescale_coords` say. timm draws one box for all blocks, but another one on every rank. Here every block has a box
-of its own, as in the authors' code, which depends only on the step, so it is the same on all ranks and after a restart.
-L blocks, a grid of h x w = N patches, C channels of a head."""
+RoPE is by Su et al. 2021, arXiv:2104.09864. In training, the box that the coordinates fill is changed at random as in
+DINOv3 (Siméoni et al. 2025, arXiv:2508.10104, section 3.2); timm's options `rope_shift_coords`, `rope_jitter_coords`
+and `rope_rescale_coords` limit the changes. timm draws one box for all blocks, but another one on every rank. Here, as
+in the authors' code, every block has its own box. It depends only on the step, so it is the same on all ranks and after
+a restart. L blocks, a grid of h x w = N patches, C channels of a head."""
 
 import math
 from typing import Any
@@ -48,7 +48,7 @@ def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | 
 def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:
     """Return sines and cosines (L, N, 2 C) of patches' angles for every block of a `rotary` model and a grid (h, w).
 
-    In training, the coordinates of patches are in random boxes, which the seed and the grid determine."""
+    In training, the coordinates of patches fill a random box in each block, which the seed and the grid determine."""
     rope, blocks, device = model.rope, len(model.blocks), model.rope.periods.device
     if not (rope.training and rope.aug_active):
         whole = torch.zeros(1, 2, device=device)

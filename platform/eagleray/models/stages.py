@@ -37,10 +37,10 @@ def blocks(model: Any) -> list[nn.Module]:
 
 
 def blocks_of(stage: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a stage. A ViT's stage is a block, which is returned itself."""
+    """Return the blocks of a stage. A stage that is itself a block, as in a ViT, is returned alone."""
     inner = getattr(stage, "blocks", stage)
     members = list(inner) if isinstance(inner, nn.Sequential | nn.ModuleList) else [stage]
-    return [m for m in members if next(m.children(), None) is not None]  # without single layers such as an embedding
+    return [m for m in members if next(m.children(), None) is not None]  # no single layers, such as an embedding
 
 
 def modules(model: Any, parts: Parts) -> list[nn.Module]:

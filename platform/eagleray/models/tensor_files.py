@@ -35,7 +35,7 @@ LEGACY_PICKLES = 4  # number of pickles in a file from before PyTorch 1.6: mark,
 NUMBERS = re.compile(r"[biufc]\d+")  # NumPy's type codes of plain numbers, such as f4
 # Matches what DistributedDataParallel, torch.compile, FSDP and other wrappers put into the names of parameters.
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_\w+_mod(?:ule)?|module)\.")
-CLASS = "stands_for"  # attribute of a stand-in with the name of its class
+CLASS = "stands_for"  # attribute of a stand-in: the name of the class that it stands for
 
 
 def hash_tensors(total: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ def _globals(file: Any) -> Iterator[tuple[str, str]]:
 
 
 def _of_python_3(named: tuple[str, str]) -> tuple[str, str]:
-    """Return module and name as in Python 3. Pickle writes Python 2's names, of which PyTorch translates only some."""
+    """Return module and name as in Python 3. Pickle's protocol 2 has Python 2's names; PyTorch translates some."""
     module, name = named
     return _compat_pickle.NAME_MAPPING.get(named) or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
 
@@ -169,7 +169,7 @@ def _of_python(name: str) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a name of Python's own library is that of a data type, or `getattr`, which alone calls nothing."""
+    """Return whether a name in Python's library means a data type, or `getattr`, which by itself calls no function."""
     module, _, own = name.partition(".")
     if module == "builtins":
         return own == "getattr" or isinstance(getattr(builtins, own, None), type)
@@ -183,7 +183,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Numbers:
-    """The data type of a NumPy array."""
+    """The data type (dtype) of a NumPy array: its type code and byte order."""
 
     def __init__(self, code: Any = "", *_: Any) -> None:
         self.code, self.order = str(code), "<"
@@ -200,7 +200,7 @@ class _Array:
     tensor: Tensor | None = None
 
     def __init__(self, *_: Any) -> None:
-        """Ignore the arguments; the shape comes with the state."""
+        """Ignore the arguments, as `__setstate__` gets the shape."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, numbers, column_major, data = state

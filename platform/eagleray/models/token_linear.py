@@ -30,7 +30,7 @@ class TokenLinear(nn.Linear):
     batches and workers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # both choose kernels themselves
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # these choose kernels themselves
             return super().forward(input)
         rows = input.shape[:-1].numel()
         if not self.training:

@@ -25,10 +25,10 @@ from eagleray.models.checkpointing import without_checkpoints
 
 
 class Hidden(NamedTuple):
-    """Patches that a token or other patches replace. A grid of h x w = N patches, D channels."""
+    """The patches of B images that the mask token or other patches replace. A grid of h x w = N patches, D channels."""
 
-    mask: Tensor  # (B, h, w) true for a patch that the token hides
-    token: Tensor  # (1, D) replaces the hidden patches
+    mask: Tensor  # (B, h, w) true for a patch that the mask token replaces
+    token: Tensor  # (1, D) the mask token
     source: Tensor | None = None  # (B, N) index of the patch that is shown at each position; None: its own
 
 
@@ -95,7 +95,7 @@ def packed_tokens(
 def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor:
     """Return the tokens (B, N, D) of images (B, 3, S, S) that enter a ViT's first block.
 
-    The token or a patch that replaces another one gets the position of the replaced patch."""
+    The mask token, or a patch that replaces another one, gets the position of the patch that it replaces."""
     patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
     patches = patches if hidden is None else hide(patches, hidden)
     tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
@@ -103,7 +103,8 @@ def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor
 
 
 def hide(patches: Tensor, hidden: Hidden) -> Tensor:
-    """Return patches (B, h, w, D) or (B, h * w, D), of which other patches or the token replace some."""
+    """Return patches (B, h, w, D) or (B, h * w, D) after both replacements of `hidden`: first each position shows the
+    patch with the index `hidden.source`, then the mask token replaces the patches where `hidden.mask` is true."""
     if hidden.source is not None:
         patches = take(patches.flatten(1, -2), hidden.source).view_as(patches)
     mask = hidden.mask.reshape(patches.shape[:-1]).unsqueeze(-1)
@@ -113,7 +114,7 @@ def hide(patches: Tensor, hidden: Hidden) -> Tensor:
 def packed_blocks(
     blocks: Sequence[Any], x: Tensor, shapes: Sequence[tuple[int, int]], factors: Tensor | None
 ) -> Tensor:
-    """Return the output (T, D) of blocks for tokens (T, D); `factors` (blocks, 2, crops) are drop path's."""
+    """Return the output (T, D) of blocks for tokens (T, D). `factors` (blocks, 2, crops) are drop path's; None: 1."""
     for block, (keep1, keep2) in zip(blocks, of_tokens(factors, shapes, len(blocks)), strict=True):
         x = add(x, block.ls1(_attend(block.attn, block.norm1(x), shapes)), keep1)
         x = add(x, block.ls2(block.mlp(block.norm2(x))), keep2)
@@ -160,7 +161,7 @@ def drop_rates(blocks: Iterable[Any]) -> list[float]:
 
 
 def even(rates: Sequence[float]) -> bool:
-    """Return whether the rates of the blocks rise linearly, as timm's do."""
+    """Return whether the drop path rates rise linearly from the first block to the last, as timm's do."""
     steps = max(len(rates) // 2 - 1, 1)
     line = [rates[0] + (rates[-1] - rates[0]) * (i // 2) / steps for i in range(len(rates))]
     return all(abs(a - b) < 1e-6 for a, b in zip(rates, line, strict=True))
@@ -169,7 +170,7 @@ def even(rates: Sequence[float]) -> bool:
 def drop_factors(rates: Sequence[float], crops: int, like: Tensor) -> Tensor | None:
     """Draw drop path's factors (blocks, 2, crops) of all branches: 0 with a branch's rate, else 1 / (1 - rate).
 
-    `rates` has two equal entries for each block and rises linearly. None is returned for factors of 1."""
+    `rates` has two equal entries for each block and rises linearly. If all rates are 0, None is returned."""
     if not any(rates):
         return None
     # The rates are computed on the device, as it would wait for a copy from the host.
@@ -183,7 +184,7 @@ def of_tokens(
 ) -> Sequence[Sequence[Tensor | None]]:
     """Return drop path's factors (T, 1) for both branches of each block, equal for all tokens of a crop.
 
-    `factors` are (blocks, 2, crops), and `shapes` (B, N) for each size."""
+    `factors` are (blocks, 2, crops), and `shapes` (B, N) for each size. None: no branch has factors."""
     if factors is None:
         return [(None, None)] * blocks
     parts = factors.flatten(0, 1).split([b for b, _ in shapes], 1)
@@ -193,7 +194,7 @@ def of_tokens(
 
 
 def drops_patches(model: Any) -> bool:
-    """Return whether `visible_tokens` trains a whole model: of timm's, plain ViTs without layers after the pooling."""
+    """Return whether `visible_tokens` uses all layers of a model. True for plain ViTs without layers after pooling."""
     return (
         type(model) is VisionTransformer
         and model.attn_pool is None
@@ -247,7 +248,7 @@ def class_tokens(model: Any, sizes: Sequence[Tensor]) -> list[Tensor]:
 
     The images have one size or, if the model packs, several."""
     *blocks, last = model.blocks
-    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # blocks draw drop path themselves
+    if len(sizes) == 1 and (any(drop_rates(model.blocks)) or not packable(model)):  # here blocks draw their drop path
         x = embedded(model, sizes[0])
         for block in blocks:
             x = block(x)
@@ -270,7 +271,7 @@ def _factors_of(drop: nn.Module, x: Tensor) -> Tensor | None:
 def _last(
     block: Any, x: Tensor, shapes: Sequence[tuple[int, int]], keep1: Tensor | None, keep2: Tensor | None
 ) -> Tensor:
-    """Return the class tokens (crops, D) after a block on tokens (T, D) of crops with `shapes` (B, N)."""
+    """Return the class tokens (crops, D) after a block on tokens x (T, D), with drop path's `keep1` and `keep2`."""
     token = add(_first(x, shapes), block.ls1(_attend_class(block.attn, block.norm1(x), shapes)), keep1)
     return add(token, block.ls2(block.mlp(block.norm2(token))), keep2)
 

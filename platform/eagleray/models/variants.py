@@ -1,9 +1,8 @@
 """Changes to networks for which timm has no argument: those of MoCo v3 and MAE to a ViT, and the stem of wide ResNets.
 
 A ViT gets batch norm before the MLPs, a convolutional stem, other positions or another initialisation (Chen, Xie and He
-2021, arXiv:2104.02057; He et al. 2021, arXiv:2111.06377). The stem of a wide ResNet is as many times wider as its
-stages, as in SimCLR, BYOL and SwAV: timm takes the widths of the stages as `channels`, but keeps a stem of 64 channels.
-"""
+2021, arXiv:2104.02057; He et al. 2021, arXiv:2111.06377). The stem of a wide ResNet is widened by the same factor as
+its stages, as in SimCLR, BYOL and SwAV: timm's argument `channels` widens the stages, but leaves 64 in the stem."""
 
 import itertools
 import math
@@ -59,7 +58,7 @@ class ConvStem(PatchEmbed):  # type: ignore[misc]
 
 
 MEAN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
-# The arguments of timm's VisionTransformer by key and value of a recipe's backbone section.
+# Arguments of timm's VisionTransformer for each key and value in a recipe's backbone section.
 ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
     ("init", "moco"): {"weight_init": "moco"},
     ("init", "mae"): {"weight_init": "moco"},  # `init_mae` replaces these weights
@@ -74,7 +73,7 @@ ARGUMENTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def set_position(model: Any, name: str, position: str) -> None:
-    """Give a ViT fixed 2-D sine-cosine positions (`sincos`), zero for the class token, or DINO's resampling (`dino`).
+    """Give a ViT fixed 2-D sine-cosine positions (`sincos`), or resample its position table as DINO does (`dino`).
 
     Raises UserError for a model without a position table, and for prefix tokens or a width that do not fit."""
     if getattr(model, "pos_embed", None) is None:
@@ -107,7 +106,7 @@ def bicubic(grid: Tensor, scale: list[float]) -> Tensor:
     """Resample a grid (1, D, h, w) bicubically; `scale` has the factors of h and w."""
     if grid.is_cpu or not torch.are_deterministic_algorithms_enabled():
         return F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    # On a GPU, the gradient of F.interpolate is summed in no fixed order; that of an equal product with a matrix is.
+    # On a GPU, the gradient of F.interpolate is summed in no fixed order, unlike that of an equal matrix product.
     h, w = grid.shape[2:]
     each = F.interpolate(torch.eye(h * w, device=grid.device).view(-1, 1, h, w), scale_factor=scale, mode="bicubic")
     with torch.autocast(grid.device.type, enabled=False):
@@ -131,8 +130,8 @@ def resample(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tenso
 def sincos(grid: tuple[int, int], dim: int, *, prefix: int) -> nn.Parameter:
     """Return fixed 2-D sine-cosine positions (1, prefix + N, dim) of a grid of N patches, zero for the prefix.
 
-    They are MoCo v3's. In MAE's, the halves of the channels, for rows and for columns, are swapped, which makes no
-    difference to a network with random weights."""
+    They are MoCo v3's. MAE swaps the half of the channels for rows with the half for columns, which makes no difference
+    to a network with random weights."""
     table = build_sincos2d_pos_embed(list(grid), dim, interleave_sin_cos=True)
     return nn.Parameter(torch.cat([torch.zeros(prefix, dim), table]).unsqueeze(0), requires_grad=False)
 

@@ -20,7 +20,7 @@ from eagleray.models.readings import BIAS, best, shaped, to_timm, without_class_
 from eagleray.models.tensor_files import KEY, State, load_tensors, mappings
 
 ENOUGH = 0.95  # least share of a backbone's parameters in a source
-# Files beside the weights on the Hub, by transformers and timm, and their keys for the pixels' mean and std.
+# Files that transformers and timm store beside weights on the Hub, and the keys of the pixel mean and std in them.
 CONFIGS = {"preprocessor_config.json": ("image_mean", "image_std"), "config.json": ("mean", "std")}
 REGISTERS = ("reg_token", "register_tokens")
 BUFFERS = {"relative_position_index", "attn_mask"}  # buffers that timm no longer stores
@@ -28,7 +28,7 @@ BUFFERS = {"relative_position_index", "attn_mask"}  # buffers that timm no longe
 ADDED = {".ls1.gamma": "backbone.options.init_values=1e-5", BIAS: "backbone.name=NAME_qkvb"} | dict.fromkeys(
     REGISTERS, "backbone.options.reg_tokens=N"
 )
-SOME = 3  # number of keys that an error names
+SOME = 3  # most keys that an error names
 
 
 class Weights(NamedTuple):
@@ -82,7 +82,7 @@ class FillReport:
 
 
 def from_tensors(source: str, tensors: Mapping[str, Any], key: str = KEY) -> Weights:
-    """Return the tensors of a file, from which `fill` chooses. Raises UserError when it has none."""
+    """Return the tensors of a file, from which `fill` chooses some. Raises UserError when the file has none."""
     places, unread = mappings(tensors)
     if not places and unread:
         raise UserError(f"{key}={source}: holds more than tensors; store its state dict alone (it has a {unread[0]})")
@@ -247,7 +247,7 @@ def hub_pixels(repository: str) -> Pixels | None:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return a text with the first SOME of `names`, and how many more there are."""
     return "; ".join(names[:SOME]) + (f"; and {len(names) - SOME} more" if names[SOME:] else "")
 
 

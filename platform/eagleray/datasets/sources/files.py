@@ -1,4 +1,4 @@
-"""Find the files of a source: a single one, those in a folder, or those in the whole tree below it."""
+"""Find the files of a source: a single file, the files in a folder, or all files in a folder and its subfolders."""
 
 import csv
 import io
@@ -41,15 +41,15 @@ def by_path(blobs: Iterable[Blob], folder: str) -> dict[str, Blob]:
 
 
 def by_name(blobs: Iterable[Blob]) -> dict[str, Blob]:
-    """Return files by their names, whatever folders they are in. If several have one name, the last is kept."""
+    """Return files by their names, whatever folders they are in; of files with the same name, the last."""
     return {PurePosixPath(blob.url).name: blob for blob in blobs}
 
 
 def pick(origin: str, blobs: Mapping[str, Blob], names: Iterable[str], archive: str = "") -> list[Blob]:
     """Return the files of these `names` among `blobs`. A name may be two alternatives divided by ` or `.
 
-    Raises UserError, which names the first missing file and the `archive` that contains it. In `archive`, {} stands for
-    the name of the file."""
+    Raises UserError for a missing file, which the message names, and also the `archive` that contains it. In `archive`,
+    {} stands for the name of the file."""
     found = {name: next((blobs[n] for n in name.split(" or ") if n in blobs), None) for name in names}
     if missing := next((name for name, blob in found.items() if blob is None), None):
         hint = f", unpacked from {archive.format(missing)}" if archive else ""

@@ -20,8 +20,8 @@ VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-VOC_MARKS = {1: 1, -1: 0, 0: -1}  # from PASCAL VOC's present, absent and difficult to the marks of `multilabel`
-MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # the name of dev depends on the phase
+VOC_MARKS = {1: 1, -1: 0, 0: -1}  # marks of `multilabel` for PASCAL VOC's marks of present, absent, difficult classes
+MEMES = {"train": "train.jsonl", "dev": "dev.jsonl or dev_seen.jsonl"}  # dev's list: its name depends on the phase
 WEBVISION = {
     "train": ("info/train_filelist_google.txt", "info/train_filelist_flickr.txt"),
     "val": ("info/val_filelist.txt",),
@@ -31,7 +31,7 @@ Row = tuple[str, str]  # path of an image in the folder of images, and name of i
 
 
 def pets(options: PrepareOptions) -> SourceFiles:
-    """Find images/ and annotations/ of Oxford-IIIT Pets. The names of images begin with their breed."""
+    """Find images/ and annotations/ of Oxford-IIIT Pets. The breeds are the classes; image names begin with them."""
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:
         line, expected = r"(?P<name>\S+) (?P<label>\d+) \d+ \d+", "a name, its class from 1 to 37, species and breed"
@@ -145,7 +145,7 @@ def webvision(options: PrepareOptions) -> SourceFiles:
                 yield name, int(label)
 
     def listing() -> Listing:
-        # The names of the classes may be missing, as the lists have class numbers.
+        # The file of class names may be missing, as the lists have class numbers.
         classes = [line.split()[0] for _, line in lines(names.url)] if names else []
         if split == "train":
             return Listing(match_items(rows(), files.by_path(images, origin)), classes)
@@ -193,7 +193,7 @@ def _variant_row(line: str) -> Row:
 def _paths(
     options: PrepareOptions, splits: Mapping[str, Sequence[str]], folder: str, parse: Callable[[str], Row]
 ) -> SourceFiles:
-    """Find the images in `folder`, and the lists of all splits, as labels number the classes of all splits together."""
+    """Find the images in `folder`, and the lists of all splits: a class gets the same label in every split."""
     names = sorted({name for of_split in splits.values() for name in of_split})
 
     def read(tables: Sequence[Blob]) -> tuple[Rows, Sequence[str]]:

@@ -25,7 +25,7 @@ from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span
 
 CLASS = re.compile(r"n\d{8}")
-LARGEST_KIT = 2**28  # most bytes of the unpacked development kit, which has three million
+LARGEST_KIT = 2**28  # most bytes of the unpacked development kit; the real kit has three million bytes
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 IMAGENET_100 = """
 n01558993 n01692333 n01729322 n01735189 n01749939 n01773797 n01820546 n01855672 n01978455 n01980166
@@ -128,7 +128,7 @@ def _flat(images: Iterable[Span], truth: Mapping[str, int]) -> Iterator[Item]:
 def ground_truth(url: str) -> tuple[dict[str, int], list[str]]:
     """Return the label of every validation image by the image's name, and the names of the classes.
 
-    The classes are numbered as in the training split."""
+    The labels are those of the training split."""
     wnids = _kaggle(url) if url.lower().endswith(".csv") else _devkit(url)
     numbers = class_labels(wnids.values())
     return {image: numbers[wnid] for image, wnid in wnids.items()}, list(numbers)
@@ -145,7 +145,7 @@ def _kaggle(url: str) -> dict[str, str]:
 
 
 def _devkit(url: str) -> dict[str, str]:
-    """Read the class of every image from the development kit.
+    """Return the WordNet id of every validation image's class, by the image's name, from the development kit.
 
     The kit has class numbers of its own, which meta.mat translates to WordNet ids. The classes are the synsets without
     children."""

@@ -16,7 +16,7 @@ from eagleray.data.tar_headers import LONGEST_NAME
 
 BATCH = 65_536  # items per chunk of a table
 MOST = 10**18 - 1  # largest label that the index accepts
-LONGEST_KEY = LONGEST_NAME - 40  # bytes; the other 40 are for the extension, as both are one name in a tar
+LONGEST_KEY = LONGEST_NAME - 40  # most bytes of a key; 40 stay for the extension, as both form one name in a tar
 
 
 class Item(NamedTuple):
@@ -30,7 +30,7 @@ class Item(NamedTuple):
     label: int = -1
     group: int = -1  # index of the row group or HDF5 chunk that is read as a whole; -1 if the image is read by itself
     meta: str | None = None  # metadata in JSON
-    reason: str | None = None  # why the image is dropped; None if it is not
+    reason: str | None = None  # why the image is dropped; None: it is kept
 
 
 TEXT = pa.large_string()  # an array of pa.string() holds at most 2 GiB
@@ -55,15 +55,14 @@ class Listing:
 
     items: Iterable[Item]  # their order depends on the source alone
     classes: Sequence[str] = ()  # names by label
-    note: str = ""  # one line on what the source has but the items lack
-    found: Callable[[], str] = str  # returns a second note, or "", once the items have been read
+    note: str = ""  # one line about data of the source that the items lack, such as labels
+    found: Callable[[], str] = str  # returns a second such line, or ""; may be called once all items have been read
 
 
 def table(items: Iterable[Item]) -> pa.Table:
-    """Return items as an Arrow table with the columns of SCHEMA.
+    """Return items as an Arrow table with the columns of SCHEMA: 14 million Python objects would not fit into memory.
 
-    14 million Python objects would not fit into the memory of most machines. Keys and URLs are stored by
-    `file_names.to_text`, as files may have names that are not UTF-8."""
+    Keys and URLs are stored by `file_names.to_text`, as files may have names that are not UTF-8."""
     batches = []
     stream = iter(items)
     while batch := list(itertools.islice(stream, BATCH)):
@@ -117,8 +116,7 @@ def metadata_json(columns: Mapping[str, Any]) -> str | None:
 
 
 def to_json(value: Any) -> str:
-    """Encode a value as JSON that can be stored in UTF-8. Lone surrogates, as in captions from the web, stay
-    escaped."""
+    """Encode a value as JSON in valid UTF-8: lone surrogates, as in captions from the web, stay escaped."""
     return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 

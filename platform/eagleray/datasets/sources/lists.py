@@ -11,7 +11,7 @@ from eagleray.datasets.sources.item import Item, Listing, is_image, key_and_exte
 from eagleray.datasets.sources.source import SourceFiles
 from eagleray.storage.blob import Blob
 
-DIGITS = 18  # most digits of a class number, as Python refuses to read thousands
+DIGITS = 18  # most digits of a class number; Python refuses to parse a number of thousands of digits
 Rows = Iterable[tuple[str, int]]  # name of each image in a list, and its label
 ReadLists = Callable[[Sequence[Blob]], tuple[Rows, Sequence[str]]]  # returns the rows of some lists, and class names
 
@@ -83,7 +83,7 @@ def names_of(classes: Mapping[int, str]) -> list[str]:
 def match_items(rows: Rows, blobs: Mapping[str, Blob], call: Callable[[str], str] = str) -> Iterator[Item]:
     """Yield an item for every name and label in a list. `call` turns the name into the key of its file in `blobs`.
 
-    If the file is missing, the item has a reason, so that it is dropped."""
+    If the file is missing, the item gets a reason to be dropped."""
     for name, label in rows:
         key, extension = key_and_extension(name)
         blob = blobs.get(call(name))

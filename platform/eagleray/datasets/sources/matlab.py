@@ -14,9 +14,9 @@ from eagleray.base import child
 from eagleray.base.errors import UserError, explained
 from eagleray.datasets.sources import files
 
-LARGEST = 2**30  # most bytes of all variables of a file, and values of one variable; SVHN has 0.2 * 10^9
-HEADER, COMPRESSED = 128, 15  # bytes before a file's first element; code of the type of a compressed element
-PIECE = 2**20  # bytes unpacked at a time to measure the unpacked size, so that not all of it is in memory
+LARGEST = 2**30  # most unpacked bytes of a file, and most values of a variable; SVHN has 0.2 * 10^9 of each
+HEADER, COMPRESSED = 128, 15  # bytes before the first data element, and type code of a compressed element
+PIECE = 2**20  # bytes that are unpacked at a time to measure a file's unpacked size in little memory
 
 # SciPy's reader is not memory-safe: modified bytes may crash it, so it runs in a separate process.
 CHILD = """
@@ -35,7 +35,7 @@ sys.stdout.buffer.write(pickle.dumps({name: found[name] for name in names if nam
 
 
 def read_numbers(url: str, names: Sequence[str], expected: range) -> list[NDArray[np.int64]]:
-    """Return variables of a MATLAB file as vectors (N,). Raises UserError for numbers that are not in `expected`."""
+    """Return the variables `names` of a MATLAB file as vectors (N,). Raises UserError for a value not in `expected`."""
     vectors = []
     for name, values in zip(names, read_arrays(url, *names), strict=True):
         numbers = np.asarray(values).ravel()
@@ -73,7 +73,7 @@ def load(data: bytes, message: str, *, variable_names: Sequence[str], squeeze_me
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{message} ({said[-1][:200] if said and done.returncode > 0 else 'SciPy crashes on it'})")
-    return dict(pickle.loads(done.stdout))  # safe, as our own child process has written it, from arrays alone
+    return dict(pickle.loads(done.stdout))  # safe, as our own child process pickled it, and only arrays are in it
 
 
 def _unpacked(data: bytes) -> int:

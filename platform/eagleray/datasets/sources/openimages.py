@@ -18,7 +18,7 @@ BUCKET = "s3://open-images-dataset"
 
 
 def openimages(options: PrepareOptions) -> SourceFiles:
-    """Find the images in a CSV file with a column ImageID. Its other columns become metadata."""
+    """Find the images whose ids a CSV file has in a column ImageID. The file's other columns become metadata."""
     if not options.origin.lower().endswith(".csv"):
         raise UserError(f"{options.origin}: expected a CSV of image ids, such as image_ids_and_rotation.csv")
     folder = options.images or f"{BUCKET}/{options.split}"
@@ -31,7 +31,7 @@ def openimages(options: PrepareOptions) -> SourceFiles:
 
 
 def _items(table: Blob, images: dict[str, Blob], split: str) -> Iterator[Item]:
-    seen: set[str] = set()  # a list of boxes names an image once per box
+    seen: set[str] = set()  # a CSV file of boxes names an image once for each of its boxes
     for row in _rows(table):
         name = row.pop("ImageID")
         if name in seen or row.get("Subset", split) != split:

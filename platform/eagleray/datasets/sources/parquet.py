@@ -23,7 +23,7 @@ from eagleray.storage.store import list_shards
 
 LABEL = "label"
 MOST_AT_ONCE = 2**32  # most bytes of images in a shard, and so in a row group
-FEW = 2**16  # most rows of a file of fewer bytes than this; a larger file may have one row per byte
+FEW = 2**16  # rows that a file of any size may have; a file of more bytes may have one row per byte
 MOST_TEXT = 2**31  # most characters of the metadata of one file
 ROWS = 256  # most rows that are read at a time from the columns without images
 
@@ -47,7 +47,7 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
     """Yield the items of Parquet rows with the bytes of their images.
 
     Every row group is read once. Only the images of these items are held in memory. If an image is too large for any
-    shard, its item has a reason and no bytes."""
+    shard, its item comes without bytes and with a reason to be dropped."""
     groups: dict[tuple[str, int], list[int]] = {}
     for position, item in enumerate(rows):
         groups.setdefault((item.url, item.group), []).append(position)
@@ -73,8 +73,8 @@ def read_images(column: str, rows: Sequence[Item]) -> Iterator[tuple[Item, bytes
 
 
 def _images_of_group(file: pq.ParquetFile, url: str, group: int, column: str) -> Iterator[pa.Buffer | None]:
-    """Yield the images of a row group, in the order of its rows. They are read one by one, because one large value that
-    is stored only once may stand in all rows."""
+    """Yield the images of a row group, in the order of its rows. One row is read at a time: with dictionary encoding,
+    all rows may hold one large value that is stored once, and together they may not fit into memory."""
     for batch in batches(file, url, group, [column], 1):
         cells = batch.column(0)
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
@@ -104,7 +104,7 @@ def _listing(blobs: list[Blob], column: str) -> Listing:
 
 
 def _open_listed(blob: Blob) -> pq.ParquetFile:
-    """Open a file to read its rows. Raises UserError for more rows than a file of its size can have."""
+    """Open a file to read its rows. Raises UserError if it claims more rows than a file of its size can have."""
     file = open_parquet(blob)
     if file.metadata.num_rows > max(blob.size, FEW):
         raise UserError(f"{blob.url}: says that it has {file.metadata.num_rows} rows, in {blob.size} bytes")

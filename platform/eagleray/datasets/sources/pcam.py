@@ -49,8 +49,8 @@ def _items(part: str, images: Blob, labels: Blob) -> Iterator[Item]:
 
 
 def read(items: Sequence[Item]) -> Iterator[tuple[Item, Data]]:
-    """Yield every item with its patch as a PNG. Patches that are compressed together are read once, whatever the order
-    of the items."""
+    """Yield every item with its patch as a PNG. Patches that are compressed together, as a chunk of the HDF5 file, are
+    read together, whatever the order of the items."""
     images: list[Data] = [b""] * len(items)
     by_place = sorted(range(len(items)), key=lambda i: (items[i].url, items[i].offset))
     for url, of_file in groupby(by_place, key=lambda i: items[i].url):

@@ -58,8 +58,8 @@ def _cifar(
 ) -> SourceFiles:
     """Find the record files `names`, and the text file `words` with the names of the classes.
 
-    They may be anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used, and the
-    red, green and blue planes of an image."""
+    These files may be anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used, and
+    then the red, green and blue planes of an image."""
     blobs = files.by_name(files.list_tree(origin))
     missing = [name for name in (*names, words) if name not in blobs]
     if missing and blobs.keys() & {"data_batch_1", "test_batch", "train", "test"}:
@@ -117,15 +117,14 @@ def _bytes(blob: Blob) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _ranges(
     blob: Blob, stem: str, labels: Iterable[int], size: int, *, start: int = 0, step: int = 0
 ) -> Iterator[Item]:
-    """Yield an item for each image of a file. Images have `size` bytes each and begin every `step` bytes from `start`
-    on."""
+    """Yield an item for each image of a file. Image i has `size` bytes and begins at byte `start` + i * `step`, where
+    `step` 0 stands for `size`."""
     for i, label in enumerate(labels):
         yield Item(f"{stem}/{i:05d}", blob.url, start + i * (step or size), size, RAW, label)
 
 
 def _reader(shape: tuple[int, ...], axes: tuple[int, ...]) -> partial[Iterator[tuple[Item, Data]]]:
-    """Return a function that reads images stored as arrays of `shape`. `axes` are those of rows, columns and
-    colours."""
+    """Return a function that reads images, stored as arrays of `shape` whose axes `axes` are rows, columns, colours."""
     return partial(read_ranges, encode=partial(_png, shape=shape, axes=axes))
 
 

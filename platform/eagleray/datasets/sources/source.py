@@ -81,7 +81,7 @@ class Dataset:
 def read_ranges(rows: Sequence[Item], encode: Callable[[Data], bytes] | None = None) -> Iterator[tuple[Item, Data]]:
     """Yield every item with the bytes of its image, which are a byte range of a file.
 
-    If `encode` is given, the bytes are raw pixels, and `encode` turns them into an image file."""
+    If `encode` is given, these bytes are no image file, such as raw pixels, and `encode` turns them into one."""
     ranges = ordered_map(lambda i: read_span(Span(i.key, i.url, i.offset, i.size)), rows)
     return ((item, encode(data) if encode else data) for item, data in zip(rows, ranges, strict=True))
 
@@ -103,8 +103,8 @@ class Source:
     find: Callable[[PrepareOptions], SourceFiles]  # raises UserError when files are missing
     licence: str
     dataset: Dataset | None = None
-    splits: tuple[str, ...] = ()  # empty: those of `dataset`
-    options: tuple[str, ...] = ()  # names of the fields of PrepareOptions that this source takes, but not all sources
+    splits: tuple[str, ...] = ()  # names of the splits; empty: the splits of `dataset`
+    options: tuple[str, ...] = ()  # fields of PrepareOptions that only some sources take, and this source does
 
     @property
     def split_names(self) -> tuple[str, ...]:
@@ -112,5 +112,5 @@ class Source:
 
 
 def fetch(items: pa.Table, read: Read) -> Iterator[tuple[Item, Data]]:
-    """Yield the items of a table, in order, with the bytes of their image files; no bytes for a missing image."""
+    """Yield the items of a table, in order, with the bytes of their image files; empty bytes for a missing image."""
     return read(items_of(items))

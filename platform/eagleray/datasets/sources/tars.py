@@ -31,8 +31,8 @@ def members(tar: Span) -> Iterator[Span]:
 
 
 def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
-    """Yield the files in a tar, each with whether it is stored sparse: then the span's bytes are not the file's
-    content. Raises errors like `members`, but not for sparse files."""
+    """Yield the files in a tar, each with a flag: true if it is stored sparse, so that the span's bytes are not its
+    content. Raises the same errors as `members`, except for sparse files."""
     source = io.BufferedReader(RangeFile(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:

@@ -48,7 +48,7 @@ def middle_frame(video: Data) -> bytes:
     """Return frame n // 2 of a video of n frames as a PNG, or no bytes if no frame can be decoded.
 
     Frames are counted by decoding, because headers state wrong numbers and seeking is not exact."""
-    import cv2  # imported late, as it takes a while and listing data sets imports this file
+    import cv2  # imported late, as it is slow to import, and commands that only list data sets import this file
 
     with tempfile.NamedTemporaryFile(suffix=".avi") as file:
         file.write(video)

@@ -65,7 +65,7 @@ def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
 
 
 def _without_label(item: Item, unread: Counter[str]) -> Item:
-    """Return an item, without its label if that cannot be read; `unread` counts such items by the shard's URL."""
+    """Return an item; if its label is UNREAD, return it without a label and count it in `unread` by the shard's URL."""
     if item.label != UNREAD:
         return item
     unread[item.url] += 1
@@ -73,7 +73,7 @@ def _without_label(item: Item, unread: Counter[str]) -> Item:
 
 
 def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
-    """Return an item, with the reason to leave it out if its offset is not among those `wanted` of its shard."""
+    """Return an item; if its offset is not among its shard's `wanted` offsets, it gets a reason to be left out."""
     offsets = wanted.get(item.url, np.empty(0, np.int64))
     at = int(np.searchsorted(offsets, item.offset))
     if item.reason or (at < len(offsets) and offsets[at] == item.offset):
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
     """Yield the key and the position of every file in a shard whose name has a key and an extension.
 
-    An error of the tar is put into `damage` and not raised, as raising it would lose the sample before it."""
+    A DamagedTar is put into `damage` and not raised, as the caller would lose the sample before the damage."""
     try:
         for span, sparse in members_and_holes(Span("", blob.url, 0, blob.size)):
             if names := key_and_extension(span.name):
@@ -120,7 +120,7 @@ def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
 
 
 def safe_key(key: str) -> str:
-    """Return a key without parts that would lead out of the folder into which the new shard is unpacked."""
+    """Return a key without the parts, such as "..", by which a file of the new shard would be unpacked elsewhere."""
     parts = key.split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) if parts[0] == "" or ".." in parts else key
 
@@ -152,7 +152,7 @@ def _read_start(span: Span, size: int = START) -> bytes:
 
 
 def _fault(image: _Part, parts: list[_Part]) -> str | None:
-    """Return the reason why a sample cannot be read, or None."""
+    """Return the reason why a sample cannot be read, or None if it can be."""
     used = [image, *(p for p in parts if p.last == "json")]
     if len(parts) > MEMBERS:
         return f"more than {MEMBERS} members"

@@ -93,7 +93,7 @@ class WindowAttention(nn.Module):
         m, n = x.shape[2] // s, x.shape[3] // s
         qkv = self.qkv(x).view(b, 3, self.heads, -1, m, s, n, s).permute(1, 0, 4, 6, 2, 5, 7, 3)
         q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
-        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c: channels of all heads, as released
+        out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c is for all heads, as in the released code
         out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
         out = self.proj(out[:, :, :h, :w])
         return out
@@ -107,7 +107,7 @@ class QuickGELU(nn.Module):
 
 
 def init(module: nn.Module) -> None:
-    """Initialise a convolution or linear layer: truncated normal weights of deviation 0.02, zero biases."""
+    """Initialise a convolution or linear layer: truncated normal weights with std 0.02, zero biases."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

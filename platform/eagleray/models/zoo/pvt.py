@@ -38,7 +38,7 @@ class PVT(Pyramid):
     ) -> None:
         """Build the stages, whose position tables are for images of `img_size` pixels.
 
-        `reductions` are the factors by which the grid of keys and values is smaller on each side."""
+        `reductions` are the factors by which each side of the grid of keys and values is smaller than the queries'."""
         super().__init__()
         self.dims, self.num_features = dims, dims[-1]
         rates = drop_rates(drop_path_rate, depths)
@@ -89,7 +89,7 @@ class Stage(nn.Module):
 
 
 def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
+    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

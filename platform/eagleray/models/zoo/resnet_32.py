@@ -13,7 +13,7 @@ default_cfgs = generate_default_cfgs({"resnet18_32": {"first_conv": "conv1", "cl
 
 
 class SmallResNet(ResNet):
-    """A ResNet whose first stage sees every pixel."""
+    """A ResNet whose first stage has the resolution of the image."""
 
     def __init__(self, in_chans: int = 3, **options: Any) -> None:
         super().__init__(BasicBlock, in_chans=in_chans, **options)  # type: ignore[arg-type]

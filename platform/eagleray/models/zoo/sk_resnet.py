@@ -14,7 +14,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
-RATIO, LEAST = 16, 32  # a block's channels per hidden channel of its attention; fewest hidden channels
+RATIO, LEAST = 16, 32  # a block's attention has channels / RATIO hidden channels, but at least LEAST
 
 CFG = {"first_conv": "conv1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({f"resnet{depth}_sk": CFG for depth in (50, 101, 152)})
@@ -31,7 +31,7 @@ class SKResNet(ResNet):
         self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)  # type: ignore[assignment]
 
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """Initialise convolutions by their inputs, as in the authors' code, and the norms as timm does."""
+        """Initialise convolutions after LeCun (variance 1 / inputs), as the authors' code does, and norms as timm."""
         super().init_weights(zero_init_last)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -46,7 +46,7 @@ class SKBottleneck(Bottleneck):
     ) -> None:
         super().__init__(inplanes, planes, stride, downsample, **options)
         self.conv2 = SelectiveKernel(self.conv2)  # type: ignore[assignment]
-        self.bn2, self.act2 = nn.Identity(), nn.Identity()  # type: ignore[assignment]  # each stream has its own
+        self.bn2, self.act2 = nn.Identity(), nn.Identity()  # type: ignore[assignment]  # `conv2` has its own
         if downsample is not None:
             downsample[0] = ShortcutPool(stride)
 

@@ -35,7 +35,7 @@ Grid = tuple[int, int, int] | torch.Size  # B crops of h x w tokens
 
 
 class Windows(NamedTuple):
-    """Maps between a grid's n tokens and the P positions, padding included, of a block's W windows of N positions."""
+    """The layout of a grid's n tokens and of padding in a block's W windows of N positions; P = W * N."""
 
     take: Tensor  # (P,) index of the token at each position of the windows, n for padding
     back: Tensor  # (n,) position of each token
@@ -68,7 +68,7 @@ class PadFirst(SwinTransformerBlock):
     def _attn(self, x: Tensor) -> Tensor:
         """Return the attention's output (B, h, w, C) for tokens x (B, h, w, C)."""
         take, back, mask = self._layout(x.shape[1], x.shape[2], x.device)
-        x = x.to(product_dtype(x))  # here, so that half the bytes are moved below
+        x = x.to(product_dtype(x))  # autocast's dtype before `reorder`, which then moves half the bytes
         within = reorder(x.flatten(1, 2), take, back)
         out = self.attn(within.view(-1, self.window_area, x.shape[3]), mask)
         return reorder(out.view(len(x), len(take), -1), back, take).view_as(x)
@@ -81,7 +81,7 @@ class PadFirst(SwinTransformerBlock):
         return joined([out.flatten(0, 2) for out in outs])
 
     def _layout(self, h: int, w: int, device: torch.device) -> Windows:
-        """Return the positions of a grid's h x w tokens in windows, computed once."""
+        """Return the Windows of a grid of h x w tokens, computed only once."""
         key = (self.window_size, self.shift_size, h, w, device)
         if key not in self.layouts:
             self.layouts[key] = self._windows(h, w, device)
@@ -165,7 +165,7 @@ class EsViTSwin(SwinTransformer):
                     block._layout(h, w, x.device)
 
     def packs(self) -> bool:
-        """Return whether `forward_sizes` computes the same as `forward_features`, as it does if no block is changed."""
+        """Return whether `forward_sizes` computes what `forward_features` does: not if blocks or drop path changed."""
         blocks = self._blocks()
         changed = any("forward" in vars(b) or b._forward_hooks or b._forward_pre_hooks for b in blocks)
         return not changed and even(drop_rates(blocks))

@@ -34,7 +34,7 @@ class T2TViT(nn.Module):
         qkv_bias: bool = False,
         drop_path_rate: float = 0.0,
     ) -> None:
-        """Build the network; `token_dim` is the width of the performers, `kernel_ratio` their features per channel."""
+        """Build the network. Performers have `token_dim` channels and `kernel_ratio` random features per channel."""
         super().__init__()
         self.num_features = self.embed_dim = embed_dim
         self.dims = [embed_dim] * depth
@@ -140,7 +140,7 @@ def sinusoids(n: int, dim: int, device: torch.device) -> Tensor:
 
 
 def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
+    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

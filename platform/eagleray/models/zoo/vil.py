@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Attend from queries (B, ..., Q, C) to keys and values (B, ..., K, C), with a bias (..., H, Q, K)."""
-        # Windows are joined with the heads, not the images: the bias is the same for all images, and so is not copied.
+        # Windows join the heads' axis, not the images': the bias, the same for all images, is then not copied.
         heads = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3).flatten(1, -3) for t in (q, k, v)]
         out = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], bias.flatten(0, -3).unsqueeze(0))
         return out.unflatten(1, (*q.shape[1:-2], self.heads)).transpose(-2, -3).flatten(-2)
@@ -149,7 +149,7 @@ class FullAttention(Attention):
         """Return the bias (H, G + N, G + N) for a grid of `patches` patches."""
         bias = self.table[self.index].permute(2, 0, 1)  # (H, N, N), N for images of `img_size`
         if patches != bias.shape[1]:
-            # This treats the patches as one line, which mixes up rows, but so did the released model with small crops.
+            # This treats the patches as one line, which mixes up rows, as the released model did with small crops.
             bias = F.interpolate(bias.unsqueeze(0), size=(patches, patches), mode="bicubic").squeeze(0)
         if self.tokens:
             to_global = self.to_global.unsqueeze(1).expand(-1, patches, -1)
@@ -160,14 +160,14 @@ class FullAttention(Attention):
 class WindowAttention(Attention):
     """Attention of each patch to the global tokens, its own window of s x s patches and the 8 windows around it.
 
-    In training, each call uses only a random one of the 8 windows around. A global token attends to every token."""
+    In training, each call draws one of these 8 windows and ignores the others. A global token attends to all tokens."""
 
     def __init__(self, dim: int, heads: int, tokens: int, window: int) -> None:
         reach = (2 * window, 2 * window)
         super().__init__(dim, heads, tokens, reach)
         self.window = window
         at = positions(window, window)
-        begin = (positions(3, 3) - 1) * window  # position of the first token of each of 3 x 3 windows
+        begin = (positions(3, 3) - 1) * window  # first token of each of 3 x 3 windows, relative to the middle one's
         index = [offsets(at, at + b, reach) for b in begin]
         self.register_buffer("index", torch.stack(index, 1), persistent=False)  # (s * s, 9, s * s)
 
@@ -241,12 +241,12 @@ def attention(dim: int, heads: int, tokens: int, grid: Grid, window: int | None)
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """Create a parameter of truncated normal numbers with deviation 0.02."""
+    """Create a parameter of this shape from a truncated normal distribution with std 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
 
 def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights of deviation 0.02, zero biases."""
+    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
