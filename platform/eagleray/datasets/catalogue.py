@@ -33,8 +33,8 @@ def find(options: PrepareOptions) -> SourceFiles:
 
 
 def images_of(recipe: str) -> int | None:
-    """Return the number of images in the largest split of the data set that a recipe's file name contains, as in
-    METHOD_BACKBONE_DATA_... . None: it contains none of DATASETS."""
+    """Return the number of training images, those of the first split, of the data set that a recipe's name contains, as
+    in mocov3_vits16_in1k_ep300. None: the name contains none of DATASETS."""
     parts = Path(recipe).stem.split("_")
-    sizes = {d.short: max(d.splits.values()) for d in DATASETS.values()}
+    sizes = {d.short: next(iter(d.splits.values())) for d in DATASETS.values()}
     return next((sizes[part] for part in parts if part in sizes), None)
