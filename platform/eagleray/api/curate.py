@@ -18,7 +18,7 @@ from eagleray.data.index import open_shown
 from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.storage.store import absolute
 
-# With hashes as a second test of near copies, the threshold on the features' similarity is lower than without them.
+# Near copies: least similarity of features, below its default as hashes are compared too, and most differing bits.
 SIMILAR, BITS = 0.9, 12
 NAME = "curate"  # name of both files, without extension
 

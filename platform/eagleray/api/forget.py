@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eagleray.runs.recipe import Recipe
 
 log = logging.getLogger(__name__)
-# Files and folders to delete, as they depend on later steps or show images.
+# The files and folders of a run to delete, as they depend on the steps that are taken back, or show images.
 FILES = (layout.SUMMARY, layout.EVALUATION, layout.NEIGHBOURS, layout.HEALTH_PLOT, layout.CHOICE, layout.PLACES)
 FOLDERS = (layout.EXPORT, layout.PICTURES)
 
@@ -102,8 +102,8 @@ def forget(
 
 
 def check_unchanged(plan: "Plan", run: Run) -> None:
-    """Raises UserError when the data or their order have changed since the last start of a run: the steps that used an
-    image could not be computed any more."""
+    """Raises UserError when the data or their order have changed since the last start of a run, as the steps that used
+    an image cannot be computed then."""
     from eagleray.runs.checks import CHANGED
 
     [*_, last] = [plan.origin, *(line for line in read_starts(run.folder / layout.STARTS) if "order" in line)]
@@ -130,8 +130,8 @@ def steps_before(plan: "Plan", run: Run, samples: frozenset[int], taken: int) ->
 
 
 def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Mapping[str, int]) -> None:
-    """Delete a run's results of steps after `before`, and cut its histories at `step`, where they had these `lengths`.
-    If it is interrupted, this can be repeated: the histories, which tell how far the run was, are cut last."""
+    """Delete a run's results of steps after `before`, and cut its histories back to `step`, when they had `lengths`
+    lines. After an interruption, call it again: the histories, which tell how far the run was, are cut last."""
     from eagleray.engine import checkpoint
     from eagleray.runs.run_dir import RunDir
 
@@ -146,4 +146,4 @@ def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Map
             shutil.rmtree(folder.path / name, ignore_errors=True)
         folder.cut(step, lengths)
         log.info("forgets images: goes back to step %d", step)
-        folder.writer.first()  # stores the histories; raises where closing would only warn
+        folder.writer.first()  # stores the histories now, as an error while closing is only logged

@@ -11,8 +11,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 
 def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
-    """Return `a.b=value` overrides from a mapping of dotted keys, or from a list of overrides, which is kept as it is,
-    and from keywords that are not None. Raises UserError when `given` is neither."""
+    """Return `a.b=value` overrides from `given`, a mapping by dotted key or a list of overrides, and from the keywords
+    that are not None. Raises UserError when `given` is of another kind."""
     if isinstance(given, Mapping):
         lines = [f"{key}={text_of(value)}" for key, value in given.items()]
     elif given is None or (isinstance(given, Sequence) and not isinstance(given, str)):

@@ -26,7 +26,7 @@ from eagleray.storage.block_cache import Cache
 from eagleray.views.sampling import Views
 
 LANES = 64  # default number of lanes, as in recipes; fewer if the batch is no multiple of it
-WORKERS = 4  # most loader processes by default
+WORKERS = 4  # largest number of loader processes by default
 
 
 @dataclass(frozen=True, config=STRICT)

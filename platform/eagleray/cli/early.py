@@ -19,7 +19,7 @@ from eagleray.runs.named_run import check_goes_on
 from eagleray.runs.recipe import Recipe
 from eagleray.storage import store
 
-# Files in /dev by which Linux shows accelerators of NVIDIA (`dxg` in WSL), AMD, Intel and others.
+# Patterns of the files in /dev that Linux has for accelerators of NVIDIA (`dxg` in WSL), AMD, Intel and others.
 DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
@@ -33,8 +33,8 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
     check_device(recipe)
     check_names(recipe)
     folder = store.folder_of(store.absolute(recipe.out))
-    if folder and not sources.has_begun(folder):  # a run that has begun, as a run in a store may have, needs no weights
-        for key, place in sources.weight_files(sources.resolve_paths(recipe)).items():  # refuses NAME for timm:NAME too
+    if folder and not sources.has_begun(folder):  # new; a run in a store may have begun, and needs no weights then
+        for key, place in sources.weight_files(sources.resolve_paths(recipe)).items():  # refuses NAME without timm: too
             sources.check_exists(place, key)
     recipes.check_lanes(recipe)
     check_data(recipe)
@@ -44,8 +44,8 @@ def check_run(name: str, overrides: Sequence[str], plugins: Sequence[str] = ()) 
 def check_plan(
     name: str, overrides: Sequence[str], plugins: Sequence[str], *, gpu: str | None, images: int | None
 ) -> None:
-    """Raises UserError when the recipe, the GPU or data on this machine of a plan is wrong. With a number of images,
-    data are not looked at."""
+    """Raises UserError when the recipe of a plan, its GPU or its data on this machine are wrong. If `images` is given,
+    the data are not checked."""
     recipe = recipes.load(name, overrides, plugins)
     if gpu:
         accelerators.find(gpu)
@@ -74,7 +74,7 @@ def check_out(out: str) -> None:
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raises UserError when the run asks for GPUs of this machine, which has no device of any maker."""
+    """Raises UserError when the run asks for GPUs of this machine, which has none, see `may_have_gpu`."""
     if recipe.gpus and not recipe.is_elsewhere and not may_have_gpu():
         raise UserError(
             "gpus=true: this machine has no GPU; leave gpus out or give gpus=false to train on its CPU, or name a "
@@ -83,7 +83,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def may_have_gpu() -> bool:
-    """Return whether this machine shows a device of any maker; PyTorch may still be unable to use it."""
+    """Return whether /dev shows an accelerator, true if this is not Linux; PyTorch may be unable to use it."""
     return sys.platform != "linux" or any(next(Path("/dev").glob(pattern), None) for pattern in DEVICES)
 
 
@@ -104,7 +104,7 @@ def check_data(recipe: Recipe) -> None:
 
 def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
     """Return what is at the absolute paths and URLs of data; None for data in a store, which the run checks. Raises
-    UserError for an unknown store or a path without shards and images: in `said`, the reason replaces the braces."""
+    UserError for an unknown store or a path without shards and images: `said`, with the reason in its braces."""
     found: dict[str, Listing | None] = {}
     try:
         for url in (store.absolute(source.url) for source in sources):
@@ -116,7 +116,7 @@ def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
 
 
 def lacks_index(listing: Listing, spare: str) -> bool:
-    """Return whether any folder of a listing has an index neither beside its files nor in the folder `spare`."""
+    """Return whether a folder of a listing lacks an index, both beside its files and in the folder `spare`."""
     folders = {*listing.folders, *(store.parent(blob.url) for blob in listing.blobs)}
     places = [(f"{folder}/{index_file.NAME}", index_file.aside(folder, spare) or "") for folder in folders]
     return not all(any(map(os.path.exists, pair)) for pair in places)

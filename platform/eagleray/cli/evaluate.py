@@ -39,7 +39,7 @@ Architecture = Annotated[
 
 
 def first(backbone: str) -> str:
-    """Return the backbone. Raises UserError for an option in its place, which the parser takes for the backbone."""
+    """Return the argument `backbone`. Raises UserError if it is an option, which the parser has taken for it."""
     if backbone.startswith("-"):
         raise UserError(f"{backbone}: expected the backbone before all options")
     return backbone
@@ -118,7 +118,7 @@ def show_scores(backbone: str, options: dict[str, Any], form: Format, as_json: b
     with silence(as_json or form is Format.json):
         try:
             scores = eagleray.evaluate(backbone, **options)
-        except eagleray.Refused as e:  # the reasons are printed already, as each was refused
+        except eagleray.Refused as e:  # the reasons were printed when the protocols were refused
             scores, refused = e.scores, True
     if as_json:
         print(json.dumps(scores))

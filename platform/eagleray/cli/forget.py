@@ -8,7 +8,7 @@ import eagleray
 from eagleray.base.console import out as console
 from eagleray.cli.options import Plugins
 
-SHOWN = 5  # most keys that are printed of those that were not found
+SHOWN = 5  # largest number of keys without an image that are printed
 
 
 def forget(

@@ -33,7 +33,7 @@ BASES: Mapping[str, str] = {
 LABELLED = ("supervised", "drloc")
 USUAL = 224  # side in pixels of the crops of nearly all recipes
 LEAST_SIDE = 16  # smallest side in pixels of images that a backbone can divide into patches
-LARGE = 2.5  # ratio of the images' to the crops' side from which JPEGs are decoded at a part of their size
+LARGE = 2.5  # least ratio of the images' side to the crops' side at which JPEGs are decoded at reduced size
 FEW = 20_000  # number of images below which public weights are recommended
 RENTED = ("l4", "h100")  # kinds of GPU for which hours are forecast if this machine has no GPU
 MANY = 10**6  # number of images above which a folder is slow to list and to read
@@ -186,8 +186,8 @@ def text(
     machine: str = "",
 ) -> str:
     """Return the YAML of a recipe that changes a shipped one, `base`; a comment gives the reason for each value. The
-    short side of the images is `size` pixels, by default that of `seen`, or 224. Raises UserError for too few
-    images."""
+    short side of the images is `size` pixels. Without `size` it is taken from `seen`, a survey of the images, and
+    without that it is 224. Raises UserError for too few images."""
     from eagleray.config import bundled
     from eagleray.runs import fit, recipe
 
@@ -218,7 +218,7 @@ def text(
 
 
 def crops(side: int) -> str:
-    """Say how large crops are for images with this shorter side in pixels."""
+    """Return a text on how large crops are for images whose shorter side has `side` pixels."""
     if side < USUAL:
         return f"as large as the images, whose shorter side is {side} pixels, where the backbone can take that"
     if side < LARGE * USUAL:
@@ -230,7 +230,7 @@ def crops(side: int) -> str:
 
 
 def advice(loaded: "Recipe", images: int, side: int, seen: "Survey | None") -> Iterator[str]:
-    """Yield advice besides the recipe's values: which weights to start from, and which images need further keys."""
+    """Yield lines of advice that the recipe's values do not follow: on weights to start from, and on further keys."""
     from eagleray.runs.fit import PUBLIC, SMALL
 
     network = PUBLIC.removeprefix("timm:").partition(".")[0]

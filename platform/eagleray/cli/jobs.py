@@ -85,7 +85,7 @@ def submit(
 
 
 def parse(command: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments, and the options by name, in the words after a command, as its own parser reads them: it
+    """Return the arguments, and the options by name, that the parser of a command reads from the words after it. It
     exits with 2 for an unknown option, a wrong type or a missing argument. Raises UserError for stray words."""
     from eagleray.cli.evaluate import settings
     from eagleray.cli.main import app

@@ -13,7 +13,7 @@ from eagleray.base.console import out
 if TYPE_CHECKING:
     from eagleray.api.run import Run
 
-TIME_OVER = 124  # exit status, as of the command `timeout`
+TIME_OVER = 124  # exit status of a run that `max_hours` ended, as that of the command `timeout`
 
 
 def show_run(run: "Run", as_json: bool) -> None:
@@ -39,7 +39,7 @@ def show_card(source: str, origin: str, destination: str, **options: Any) -> Non
     from eagleray.datasets import card
     from eagleray.storage import store
 
-    # The command as it was given goes into the card.
+    # The card stores the command line as the user has typed it.
     prepared = eagleray.prepare(source, origin, destination, **options, command=card.command(sys.argv[1:]))
     for line in card.lines(prepared):
         out.print(line, markup=False)

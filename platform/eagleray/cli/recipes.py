@@ -22,7 +22,7 @@ FIRST: Mapping[str, str] = {
 
 
 def facts(name: str) -> dict[str, Any]:
-    """Return what the list shows about a recipe."""
+    """Return the fields that the list shows of a recipe."""
     said, tree = bundled.recipe(name), bundled.tree(name)
     method = tree["method"] if isinstance(tree["method"], str) else tree["method"]["name"]
     short, data = name.removeprefix(f"{method}_").split("_")[:2]

@@ -10,7 +10,7 @@ from eagleray.base.errors import UserError
 
 # click's UsageError, taken from typer's class: depending on its version, typer contains click or uses the package.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-RENAMED = {"data": "data.train", "lr": "optim.lr.value"}  # names that users of other tools type
+RENAMED = {"data": "data.train", "lr": "optim.lr.value"}  # keys by the names that users of other tools type
 
 
 def explain(error: Any) -> UserError:

@@ -1,7 +1,7 @@
 """Kill Ray Train's controller, an actor, when a run is stopped before it has workers that could see the request.
 
-Ray Train gives no access to the actor's handle, and its thread in our process waits until the actor ends. The process
-of a sweep's trial runs other trials afterwards, so that could be for ever.
+Ray Train gives no access to the actor's handle, and its thread in our process waits until the actor ends. In the
+process of a sweep's trial, which runs other trials afterwards, it could wait for ever.
 """
 
 import time
@@ -33,7 +33,7 @@ class Controller:
         return Tell()
 
     def kill(self) -> None:
-        """Kill the controller of a run without workers. Its `abort` has no effect while it waits for resources."""
+        """Kill the controller of a run that waits for resources. Meanwhile the controller's `abort` has no effect."""
         import ray
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -44,7 +44,7 @@ class Controller:
             ray.kill(ray.cloudpickle.loads(handle))
 
     def forget(self) -> None:
-        """Delete the stored handle: one that a killed command has left, or the run's own when the run has ended."""
+        """Delete the stored handle, at the end of the run or if a command that was killed has left it behind."""
         from ray.experimental.internal_kv import _internal_kv_del
 
         _internal_kv_del(self.key)

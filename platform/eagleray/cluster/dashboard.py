@@ -9,7 +9,7 @@ from eagleray.base.errors import UserError
 
 
 class TokenRefused(Exception):
-    """The head requires a token (`missing`), or does not accept the one that was sent."""
+    """The head requires a token, and none was sent (`missing`) or it does not accept the one that was sent."""
 
     def __init__(self, *, missing: bool) -> None:
         super().__init__("token missing" if missing else "token refused")
@@ -51,8 +51,8 @@ def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, fl
 
 
 def _authorization() -> dict[str, str]:
-    """Return the HTTP header with the cluster's token, or {} without RAY_AUTH_MODE=token or a token. As Ray does, looks
-    in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names and in ~/.ray/auth_token."""
+    """Return the HTTP header with the cluster's token, or {} without RAY_AUTH_MODE=token or a token. As for Ray, the
+    token is in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names or in ~/.ray/auth_token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return {}
     token = os.environ.get("RAY_AUTH_TOKEN", "")

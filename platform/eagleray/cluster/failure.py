@@ -11,8 +11,8 @@ from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
 log = logging.getLogger(__name__)
-TIMES = 3  # attempts in a row that an error ended, without a new checkpoint, after which the run has failed
-COUNT = ".failures"  # name of the file with the number of such attempts so far
+TIMES = 3  # a run fails for good when errors end this many attempts in a row without a new checkpoint
+COUNT = ".failures"  # name of the file with the number of attempts in a row that errors have ended
 
 
 def fail(out: str, command: str, failure: dict[str, Any]) -> None:
@@ -48,16 +48,16 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
 
 
 def report(error: Exception) -> dict[str, Any]:
-    """Return the record of this rank's error that is stored if the error ends the run."""
+    """Return a record of an error of this rank, to be stored if the error ends the run."""
     rank = os.environ.get("RANK", "0")  # from the environment, as there may be no process group yet
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
 
 
 def count(out: str, command: str) -> int:
-    """Count an error that has ended an attempt. Returns the number of such errors in a row: the count begins anew with
-    a new checkpoint and with another command."""
-    from eagleray.engine import checkpoint  # imports PyTorch, which the waiting command avoids
+    """Count an error that has ended an attempt, and return the number of such errors in a row. After a new checkpoint
+    and for another command, the count begins again at 1."""
+    from eagleray.engine import checkpoint  # imported here, as it imports PyTorch; the command does not
 
     newest = checkpoint.manifests(f"{out}/checkpoints")[:1]
     known = json.loads(run_store(out).get(COUNT) or "{}")
@@ -67,5 +67,5 @@ def count(out: str, command: str) -> int:
 
 
 def _key(out: str, command: str) -> bytes:
-    """Return the key of a run's failure in Ray. It has the run's path, as all trials of a sweep share a command id."""
+    """Return the key of a run's failure in Ray's store. All trials of a sweep share `command`, so it contains `out`."""
     return f"eagleray-failure-{command}-{out}".encode()

@@ -21,8 +21,8 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.sources import resolve_paths, weight_files
 from eagleray.storage.store import check_writable, folder_of, store
 
-# Environment variables that are sent with a job, by name and by beginning of the name: addresses, and settings of NCCL,
-# gloo, libfabric, PyTorch and Ray Train. None of them is meant to hold a secret.
+# The names, and below the beginnings of names, of the environment variables that are sent with a job: addresses, and
+# settings of NCCL, gloo, libfabric, PyTorch and Ray Train. None of these variables is meant to hold a secret.
 SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
 OF_THIS_MACHINE = ("TORCH_HOME",)  # not sent although it begins with TORCH_: a path of this machine
@@ -63,12 +63,12 @@ class JobPackage:
 
     @property
     def busy(self) -> str:
-        """Return a clause that says that the command is being run."""
+        """Return a clause that says that the command is running, for a message."""
         return "this run is being trained" if self.command in ("pretrain", "finetune") else f"{self.command} is running"
 
     def write(self, folder: Path) -> None:
         """Write the package into an empty folder."""
-        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # the recipe is resolved: it needs no bundled base
+        skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # a resolved recipe needs no shipped one
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
         for name, text in self.files.items():
             (folder / name).write_text(text)
@@ -84,8 +84,8 @@ def pack(
     *,
     command: str = "pretrain",
 ) -> JobPackage:
-    """Check a run's recipe, and return the run's package. `name` and `overrides` are as for `pretrain`, and `gpus` is
-    the number of workers with one GPU each. Raises UserError when the recipe cannot be trained on the cluster."""
+    """Check a run's recipe, and return the run's package. `name` and `overrides` are as for `pretrain`. `gpus` is the
+    number of workers, with a GPU each; None: as in the recipe. Raises UserError when the cluster cannot train it."""
     given = [o for o in overrides if o.startswith("workers=")]
     if gpus and given:
         raise UserError(
@@ -151,7 +151,7 @@ def identify(out: str, command: str = "pretrain") -> str:
 
 
 def check_data_places(recipe: Recipe) -> None:
-    """Raises UserError when the recipe reads from a path that other nodes of the cluster cannot find."""
+    """Raises UserError when `check_place` refuses the place of a recipe's data, weights or cache."""
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
             check_place(key, source.url)
@@ -174,8 +174,8 @@ def check_place(key: str, place: str) -> None:
 
 
 def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:
-    """Return the environment variables to send with the job, and a line about each that is not sent, as it may be
-    secret or hold an address that nodes cannot reach. Raises UserError when a value to send has a user or password."""
+    """Return the environment variables to send with the job, and a line about each variable that is not sent because
+    it may be secret or nodes cannot reach its address. Raises UserError for a value to send with a user or password."""
     sent = {k: v for k, v in sorted(here.items()) if v and (k in SENT or k.startswith(BEGINNINGS))}
     for key in OF_THIS_MACHINE:
         sent.pop(key, None)
@@ -197,7 +197,7 @@ def environment(here: Mapping[str, str] = os.environ) -> tuple[dict[str, str], l
 
 
 def _secret(key: str) -> str:
-    """Return a text on where to set the password that the value of the variable `key` must not contain."""
+    """Return a text on where to set a password instead of in the value of the variable `key`."""
     if key == "MLFLOW_TRACKING_URI":
         return "such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment of `ray start`"
     return "in the environment of `ray start`"

@@ -2,7 +2,7 @@
 
     python3 eagleray/cluster/job_start.py MODULE pretrain recipe.yaml
 
-It runs as a script and imports only the standard library, as any other package may be missing.
+This file is run as a script, as above, and imports only the standard library, as any other package may be missing.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The packages in pyproject.toml whose modules have the same name. MODULES maps all packages to their modules.
+# The packages in pyproject.toml that are imported under their own names. MODULES maps every package to its module.
 SAME = """
 torch torchvision timm numpy pyarrow duckdb scipy isal simplejpeg urllib3 braceexpand platformdirs psutil matplotlib
 huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow ray
@@ -21,7 +21,7 @@ huggingface_hub jinja2 pydantic safetensors rich typer webdataset boto3 mlflow r
 MODULES = {name: name for name in SAME.split()} | {"pillow": "PIL", "opencv-python-headless": "cv2", "pyyaml": "yaml"}
 MODULES |= {"scikit-learn": "sklearn", "faster-coco-eval": "faster_coco_eval"}
 VMSTAT = Path("/proc/vmstat")
-LOOK = 10.0  # seconds between two readings of VMSTAT
+LOOK = 10.0  # seconds between two reads of VMSTAT, the kernel's counters
 
 
 def missing(modules: dict[str, str]) -> list[str]:
@@ -30,7 +30,7 @@ def missing(modules: dict[str, str]) -> list[str]:
 
 
 def start(words: Sequence[str]) -> None:
-    """Run `words`, a module and its arguments, and exit with its status; exit with 2 when a package is missing."""
+    """Run the module `words[0]` with its arguments and exit with its status, or with 2 when a package is missing."""
     if lacks := missing(MODULES):
         version = ".".join(map(str, sys.version_info[:3]))
         print(
@@ -43,8 +43,8 @@ def start(words: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command and return its exit status: 128 + N if signal N kills it. In that case a printed line names the
-    signal, and says whether the kernel has killed processes of this machine meanwhile because memory ran out."""
+    """Run a command and return its exit status, or 128 + N if signal N kills it. A line is then printed that names the
+    signal, and says whether the kernel has just killed processes because memory ran out."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ray also sends SIGINT to the command, which handles it
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -69,5 +69,5 @@ def ended_for_memory() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder, where no package is looked for
+    sys.path.pop(0)  # remove this file's folder, so that its modules hide no package
     start(sys.argv[1:])

@@ -27,8 +27,8 @@ from eagleray.config import nearest
 if TYPE_CHECKING:
     from eagleray.cluster.job_package import JobPackage
 
-# Shell command of a job. It runs the Python of the Ray that started the job, not the `python` on PATH: the memory maps
-# of its parent process, which belongs to that Ray, have the path of Ray's library.
+# ENTRY, the shell command of a job, runs the Python of Ray, which may not be the `python` on PATH. The shell's parent
+# process belongs to Ray: its memory maps contain the path of Ray's library, from which sed derives that of Python.
 LIBRARY = r"s|.* \(/.*\)/lib[^/]*/python[^/]*/[^/]*/ray/_raylet.so$|\1/bin/python3|p"
 ENTRY = (
     f"p=$(sed -n '{LIBRARY}' /proc/$PPID/maps | head -n 1); "
@@ -41,9 +41,9 @@ MEMORY = 2**30  # bytes of the head's memory reserved for a job, measured with b
 HEAD = "node:__internal_head__"  # a resource that only the head has
 POLL = 1.0  # least number of seconds between two requests for a job's state and log
 RATE = 2**20  # bytes of log to fetch per second at most: Ray returns the whole log each time
-STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, with the exit status to assume where Ray has none
-# The signal with which Ray stops a job and its child processes. It is not SIGTERM, for which ray.init installs its own
-# handler; processes that load data ignore SIGINT.
+STATES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 1}  # final states, and the exit status if Ray reports none
+# Ray stops a job and its child processes with SIGINT, as ray.init installs its own handler for SIGTERM. Processes that
+# load data ignore SIGINT.
 STOP = {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(STOPPING)}
 Say = Callable[[str], None]
 
@@ -176,8 +176,8 @@ class Cluster:
         return text.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
     def waits(self, job: Job, known: Sequence[Job] | None = None) -> str:
-        """Return a text on what a job waits for: memory of the head if it is pending, else the last line of its log if
-        that says so. "" if it does not wait or the head does not answer. `known` are all jobs, if just listed."""
+        """Return a text on what a job waits for, or "" if it does not wait or the head does not answer. A pending job
+        waits for memory of the head; a running one says it in its log's last line. `known` are all jobs, if listed."""
         if job.state not in ("pending", "running") or (job.state == "pending" and job.seconds <= SOON):
             return ""
         try:
@@ -201,23 +201,23 @@ class Cluster:
                 runtime_env=runtime,
                 metadata=package.labels,
                 entrypoint_memory=memory,
-                entrypoint_resources={HEAD: 0.001},  # runs on the head, which unlike spot nodes is not taken away
+                entrypoint_resources={HEAD: 0.001},  # runs it on the head, which is not preempted as spot nodes are
             )
 
     def stop(self, name: str) -> bool:
-        """Ask a job to end; return False when it has not started."""
+        """Ask a job to end. Returns False when Ray cannot stop it because it has not started yet."""
         with self._asked():
             return bool(self._ask(f"/api/jobs/{name}/stop", verb="POST")["stopped"])
 
     def size(self) -> tuple[str, int]:
-        """Return a text on what the cluster has now, and the bytes of memory its head has for jobs, or 0 if unknown."""
+        """Return a text on the cluster's nodes, CPUs and GPUs, and the head's memory for jobs in bytes (0: unknown)."""
         from ray.util.state import list_nodes
         from ray.util.state.exception import RayStateApiException
 
         alive: Any = [("state", "=", "ALIVE")]
         try:
             with self._asked(), _through_ray():
-                # Ray counts nodes that have died as missing, and would raise an error.
+                # Nodes that have died are missing in Ray's answer, for which it would raise an error.
                 nodes = list_nodes(
                     self.address, alive, limit=10_000, timeout=TIMEOUTS[1], raise_on_missing_output=False
                 )
@@ -273,7 +273,7 @@ def _client(address: str) -> Any:
             return super()._do_request(*args, timeout=TIMEOUTS, **more)
 
     for name in "dashboard.modules.dashboard_sdk", "_private.authentication", "_private.runtime_env.packaging":
-        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # their errors reach us as exceptions
+        logging.getLogger(f"ray.{name}").setLevel(logging.CRITICAL)  # no logs, as errors are raised too
     return Client(address)
 
 
@@ -290,7 +290,7 @@ def _reason(error: Exception, said: str) -> str:
 
 
 def _why(message: str) -> str:
-    """Return one line of Ray's message about a job: its last line that begins with "error: ", or else its beginning."""
+    """Return the last line that begins with "error: " of Ray's message about a job, or else the message's beginning."""
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return errors[-1] if errors else " ".join(message.split())[:300]
 

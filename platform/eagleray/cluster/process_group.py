@@ -12,7 +12,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.util import get_node_ip_address
 
 PATIENCE = 1800.0  # least timeout in seconds of a collective operation
-SLACK = 300.0  # seconds by which that timeout exceeds the longest accepted outage of object storage
+SLACK = 300.0  # least seconds by which the timeout exceeds the longest accepted outage of object storage
 _opened: list[Any] = []  # keeps the key-value store open until this process ends
 
 
@@ -24,7 +24,7 @@ class Meeting(Backend):
     share_cuda_visible_devices = True  # all ranks of a node see its GPUs, as with Ray's backend for PyTorch
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Write the rendezvous address and its rank into the environment of every worker."""
+        """Set the environment variables of every worker for the rendezvous address and for the worker's rank."""
         worker_group.execute(bind)
         address = worker_group.execute_single(0, listen)
         worker_group.execute(meet_at, *address)
@@ -54,14 +54,14 @@ def listen() -> tuple[str, int]:
 
 
 def number() -> None:
-    """Write this worker's rank, and the other variables that Ray Train sets for PyTorch, into its environment."""
+    """Set this worker's environment variables for its rank, and the others that Ray Train sets for PyTorch."""
     from ray.train.torch.config import _set_torch_distributed_env_vars
 
     _set_torch_distributed_env_vars()
 
 
 def meet_at(host: str, port: int) -> None:
-    """Write the host and port of the key-value store through which the ranks meet into the environment."""
+    """Set the environment variables for the address of the key-value store through which the ranks meet."""
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 

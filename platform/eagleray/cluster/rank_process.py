@@ -32,7 +32,7 @@ for _name in ("boto3", "mlflow"):  # imported here so that no forked process spe
 
 
 class RayWorld(World):
-    """A training process on Ray: its worker tells it when a machine will be taken away, and exports its metrics."""
+    """A training process on Ray: its worker warns it before a machine is preempted, and exports its metrics."""
 
     spot = True
 
@@ -41,11 +41,11 @@ class RayWorld(World):
         self.line, self.why = line, why
 
     def warned(self) -> bool:
-        """Return whether the run has to save: Ray will take a machine away or change the number of workers."""
+        """Return whether the run has to save before a machine is preempted or the number of workers changes."""
         return self.line.told(WARNED)
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Send a record of rank 0 to the worker, which exports its numbers."""
+        """Send a record of rank 0's metrics to the worker, which exports them."""
         self.line.send(SHOW, dict(record), steps)
 
 
@@ -67,7 +67,7 @@ def train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) ->
             line.send(FAIL, failure | {"why": one_line(e)})
         last = FAILED, f"rank {os.environ['RANK']}: {failure['why']}", failure
     line.send(*last)
-    line.wait_for(GO)  # connections to other ranks must stay open until these are done
+    line.wait_for(GO)  # as the end of this process closes connections that other ranks may still need
 
 
 def _train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:

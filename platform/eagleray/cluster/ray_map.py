@@ -21,7 +21,7 @@ from eagleray.storage.store import is_remote
 
 T = TypeVar("T")
 R = TypeVar("R")
-WAITING = 64  # tasks handed to Ray beyond the number of CPUs: an autoscaler starts nodes for them
+WAITING = 64  # number of tasks that wait for a CPU in Ray, so that an autoscaler starts nodes for them
 SECONDS = 10.0  # seconds between two look-ups of the number of CPUs of the cluster
 
 
@@ -88,7 +88,7 @@ class TaskWaiting(Waiting):
         return joining() and super().look()
 
     def _placed(self) -> bool:
-        """Return whether a machine is large enough for a task and a task has begun; the others then take turns."""
+        """Return whether a machine is large enough and a task has begun. The other tasks then only await their turn."""
         return self._fits() and _begun(self.name)
 
 
@@ -115,13 +115,13 @@ def _forget(name: str) -> None:
 
 
 def gpu_share(ray: Any, number: int, say: Say) -> dict[str, float]:
-    """Return the resources of a task: a GPU, and the CPUs per GPU of the machine that has the fewest CPUs per GPU.
+    """Return the resources of a task: a GPU, and as many CPUs as a GPU's share on the machine where that is lowest.
 
     A cluster that has no GPU yet is asked for `number` GPUs; a line is printed meanwhile. Raises UserError when Ray is
     local and this machine has no GPU."""
     if joining() and not any(node.get("GPU") for node in machines(ray)):
         with reserve_workers(ray, number, {"CPU": 1.0, "GPU": 1.0}, say):
-            pass  # the cluster has machines with GPUs now, so their CPUs per GPU are known
+            pass  # machines with GPUs are up now, so that their CPUs can be counted below
     shares = [node.get("CPU", 1) // node["GPU"] for node in machines(ray) if node.get("GPU")]
     if not shares:
         raise UserError("gpus: this machine has no GPU; without --gpus the tasks use CPUs, RAY_ADDRESS names a cluster")
@@ -136,8 +136,8 @@ def amounts_of(each: Mapping[str, float]) -> dict[str, float]:
 def _as_function(
     function: bytes, packed: Mapping[str, plugins.Sources], cpus: float, name: str
 ) -> Callable[[bytes], Any]:
-    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins, from which
-    function and task may come, and limits the task to `cpus` CPUs. `name` is the map's key in `_begin`."""
+    """Return a function that calls the pickled `function` with a pickled task. It first loads the plug-ins `packed`,
+    which function and task may need, and limits the task to `cpus` CPUs. `name` is the map's name in `_begin`."""
 
     def call(task: bytes) -> Any:
         _begin(name)
@@ -173,7 +173,7 @@ def scanner() -> ScanAll:
 
 
 def scan_on_cluster(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each of `things` with what was read from it, in any order: shards with their rows, or images of a folder.
+    """Yield a pair for each of `things`, in any order: a shard or an image of a folder, and what was read from it.
 
     Tasks on the cluster read remote URLs. This process reads local paths, as other machines may not have them.
     """

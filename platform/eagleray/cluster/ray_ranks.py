@@ -20,7 +20,7 @@ from eagleray.engine import world
 T = TypeVar("T")
 R = TypeVar("R")
 Note = Callable[[str], None]
-ATTEMPTS = 3  # most attempts: all processes start again when one of them has died
+ATTEMPTS = 3  # largest number of attempts; all processes start again when one has died
 TOGETHER = 3.0  # seconds to wait after a rank's failure for the errors of other ranks
 
 
@@ -120,7 +120,7 @@ def _wait(ray: Any, results: Sequence[Any], look: Callable[[], None]) -> None:
 
 
 def _explain(errors: Mapping[int, Exception]) -> Exception:
-    """Return the cause among the `errors` of ranks: a UserError or Outage, else a process's death, else any other."""
+    """Return the cause among the `errors` of ranks: a UserError or Outage, else a Died, else any other error."""
     from ray.exceptions import RayTaskError
 
     causes = {rank: getattr(e, "cause", e) if isinstance(e, RayTaskError) else e for rank, e in errors.items()}
@@ -150,7 +150,7 @@ class Rank:
         return process_group.listen()
 
     def run(self, address: tuple[str, int], payload: bytes, lines: Any) -> bytes:
-        """Join the process group and call the function. Returns the pickled result of rank 0, and b"" on others."""
+        """Join the process group and call the function. Returns the pickled result on rank 0, b"" on other ranks."""
         from ray import cloudpickle
 
         from eagleray.cluster.process_group import bind
@@ -162,5 +162,5 @@ class Rank:
         store = td.TCPStore(*address, is_master=False)
         td.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         result = function(task, lines.put if self.rank == 0 else lambda _: None)  # the lines of all ranks are the same
-        td.barrier()  # a rank that ended now would break a collective operation of others
+        td.barrier()  # if this rank ended first, a collective operation of the other ranks would fail
         return bytes(cloudpickle.dumps(result)) if self.rank == 0 else b""

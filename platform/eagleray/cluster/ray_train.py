@@ -71,7 +71,7 @@ def fit(
     from eagleray.cluster import process_group
 
     least, most = recipe.ranks
-    # Seconds that Ray waits for all workers before it starts with fewer.
+    # Seconds that Ray waits for all workers before it starts, if the recipe allows that, with fewer.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "120" if least == most else "30")
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # seconds until a dead worker is noticed
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{HANGING:.0f}")
@@ -91,7 +91,7 @@ def fit(
         train_loop_config={
             "recipe": config.to_plain(recipe),
             "plugins": plugins.pack(recipe.plugins),
-            "tracking": tracking,  # an object, as Ray would record plain values: its address may have a password
+            "tracking": tracking,  # an object, as Ray records plain values, and its URL may have a password
             "cpus": cpus,
             "timeout": process_group.limit(recipe.data.patience),
             "command": command,
@@ -106,7 +106,7 @@ def fit(
         run_config=RunConfig(
             name=f"train-{began:.3f}",
             storage_path=str(run_store(recipe.out).view / ".ray"),
-            # Ray restarts without limit: `RunDir.begin` and `failure.count` decide by what was saved whether to go on.
+            # Ray restarts without limit; `RunDir.begin` and `failure.count` end a run that makes no progress.
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[*callbacks, save_before_resize(), controller.callback()],
         ),
@@ -123,10 +123,10 @@ def fit(
 
 
 def _summary(result: Any, out: str, command: str) -> Any:
-    """Return the summary that rank 0 has returned. Raises the stored failure of the command's run, or Ray's error."""
+    """Return rank 0's summary from Ray's `result`. Raises the stored failure of the command's run, or Ray's error."""
     raise_failure(out, command)
     if isinstance(result, BaseException):
-        os.write(2, f"{result}\n".encode())  # dozens of lines, such as memory per process if Ray killed one
+        os.write(2, f"{result}\n".encode())  # may be dozens of lines, such as the memory of each process
         where = f"see {layout.LOG} and {layout.RAY_LOG} in {out}"
         raise RuntimeError(f"Ray Train failed: {one_line(result)}; {where}") from result
     return result.return_value
@@ -162,7 +162,7 @@ def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
 def raise_failure(out: str, command: str) -> None:
     """Raise the stored error with which a command's run has failed for good, if there is one.
 
-    Its traceback is added to a log that lacks it: a remote run has the log of rank 0, but another rank may have failed.
+    Its traceback is added to the run's log if it is missing there, as a remote run has the log of rank 0 only.
     """
     failure = failure_of(out, command)
     if failure is None:
@@ -170,7 +170,7 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # a run in a local folder has it already
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a local folder, every rank writes it
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 
@@ -191,7 +191,7 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
             "gpus=false for CPUs"
         )
     gpu = gpus >= least if recipe.gpus is None else recipe.gpus
-    # CPUs per worker, on the machine that has the fewest. Machines without CPUs and GPUs, such as a head, do not count.
+    # The CPUs of a worker on each machine; the lowest counts. Machines such as a head have neither CPUs nor GPUs.
     if gpu:
         shares = [n.get("CPU", 1) / n["GPU"] for n in nodes if n.get("GPU")]
     else:
@@ -203,10 +203,9 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
 
 
 def _fit(trainer: Any, waiting: Waiting, stopped: Callable[[], bool], abort: Callable[[], object]) -> Any:
-    """Run the trainer, and return Ray's result or the error. It runs in a thread of its own, as in the main thread Ray
-    would handle Ctrl-C itself, but the run has to save first. Meanwhile `waiting` says what the run waits for. If it is
-    stopped before its workers have started, no worker can see the request: then `abort`, which ends the trainer and its
-    thread, is called, and None is returned."""
+    """Run the trainer, and return Ray's result or the error. The trainer has a thread of its own, as in the main thread
+    Ray would handle Ctrl-C itself, but the run has to save first. `waiting` prints what the run waits for. If it is
+    stopped while it waits, no worker can see that: then calls `abort`, which ends the trainer, and returns None."""
     result = begin(trainer.fit, "ray-train")
     while not result.done():
         wait([result], 0.2)

@@ -39,7 +39,7 @@ class Reservation:
 
     def cancel(self) -> None:
         """Cancel the request. Called when the run has ended or stops waiting."""
-        with contextlib.suppress(ValueError, self.ray.exceptions.RayError):  # if this fails, it lasts KEPT seconds
+        with contextlib.suppress(ValueError, self.ray.exceptions.RayError):  # if this fails, the request lasts KEPT s
             self.ray.get(self._coordinator().cancel_request.remote(f"train-{self.name}"), timeout=ANSWER)
 
     def release_dead(self) -> None:
@@ -58,7 +58,7 @@ class Reservation:
             out, ended = (job.metadata or {}).get("out", ""), (job.end_time or 0) / 1000
             if not out or job in running or time.time() - ended > KEPT:
                 continue
-            # A command that was not submitted has no metadata, but most have the path or URL among their arguments.
+            # A run without metadata was not submitted as a job. Its command usually contains the path or URL of `out`.
             if not any(out in (j.metadata or {}).get("out", "") or out in (j.entrypoint or "") for j in running):
                 Reservation(self.ray, out).cancel()
 

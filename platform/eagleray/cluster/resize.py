@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 PATIENCE = 120.0  # seconds to wait for the run to save before Ray ends its workers anyway
-_asked, _saved = threading.Event(), threading.Event()  # state of rank 0's worker process; each start has a new process
+_asked, _saved = threading.Event(), threading.Event()  # used in rank 0's worker; each start has a new process
 
 
 def ask_to_save() -> None:

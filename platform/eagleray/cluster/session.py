@@ -25,9 +25,9 @@ ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about its own default
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences Ray's warning that this default will change
 }
-STORE = 100 * 2**20  # size of a local Ray's object store in bytes, enough for everything here
+STORE = 100 * 2**20  # size of a local Ray's object store in bytes, more than tasks and results need
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def machines(ray: Any) -> list[Mapping[str, float]]:
 
 @contextmanager
 def divert_stderr(path: Path) -> Iterator[None]:
-    """A context in which the output of Ray's native libraries, such as dozens of lines after a node was lost, is
-    appended to a file. It goes to file descriptor 2. What Python code writes to sys.stderr is printed as before."""
+    """A context in which what native libraries write to file descriptor 2 is appended to a file, such as Ray's dozens
+    of lines after a node was lost. What Python code writes to sys.stderr is printed as before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     before, kept = sys.stderr, os.dup(2)

@@ -29,7 +29,7 @@ HANGING = 45.0  # seconds without a heartbeat after which a forked process count
 PATIENCE = 10.0  # seconds to wait for the spare process to end before it is killed
 IMPORT = 600.0  # timeout in seconds of the first fork, which waits for imports, perhaps from a slow network disk
 ANSWER = 30.0  # timeout in seconds of later forks
-ALIVE, ENDED = "alive", "ended"  # words for the heartbeat of a forked process and for its end
+ALIVE, ENDED = "alive", "ended"  # first words of the messages: heartbeat of a forked process, and its end
 NAME = "eagleray-rank"  # `ps` and `top` show forked ranks under this name
 Said = tuple[Any, ...]  # a message: a word and its values
 
@@ -176,7 +176,7 @@ def serve(descriptor: int, target: str) -> NoReturn:
         if awake in ready:
             os.read(awake, 4096)
             if process and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _kill(process)  # its child processes may hold its locks
+                _kill(process)  # it has ended, but its child processes may hold its locks
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 process = 0
                 with contextlib.suppress(OSError):
@@ -193,20 +193,21 @@ def serve(descriptor: int, target: str) -> NoReturn:
             fork_server.start_here()
             process = os.fork() or _run(function, asked, line, [worker.fileno(), awake, wake])
             os.close(line)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too: either may be first
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child may have called setpgid first
                 os.setpgid(process, process)
             worker.send(process)
 
 
 def _kill(process: int) -> None:
-    """Kill a forked process and its child processes, which are one process group. Does nothing for 0."""
+    """Kill a forked process and its child processes, which are one process group. 0 stands for no process."""
     if process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
 
 
 def _run(function: Callable[..., Any], asked: bytes, line: int, close: list[int]) -> NoReturn:
-    """Call the function in the forked process, then end the process."""
+    """Call the function in the forked process with the pickled arguments `asked`, then end the process. `line` is the
+    descriptor of its pipe to the worker; the descriptors in `close`, which belong to the spare process, are closed."""
     status = 1
     try:
         os.setpgid(0, 0)

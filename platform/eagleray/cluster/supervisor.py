@@ -28,11 +28,12 @@ PROCESS = (
 LOOK = 0.2  # largest number of seconds between two reads of the store
 NOTICE = 1.0  # seconds a process gets to end by itself when another rank has died
 LEAVE = 10.0  # seconds a process gets to end when all are done, or when it was killed
-BRIEF = 20.0  # seconds: shorter attempts in a row lead to longer pauses
+BRIEF = 20.0  # seconds below which an attempt is brief; the pause grows with the number of brief ones in a row
 PAUSE = 10.0  # longest pause in seconds before the next attempt
 NEVER = float("inf")
 
-# A training process ends with a word of the first line. Before, it may send SHOW and FAIL; its worker sends the others.
+# Words of messages. A training process may send SHOW and FAIL, and ends with one of the first line; its worker sends
+# WARNED and GO.
 DONE, PREEMPTED, SUPERSEDED, FAILED = "done", "preempted", "superseded", "failed"
 WARNED, SHOW, FAIL, GO = "warned", "show", "fail", "go"
 
@@ -79,16 +80,16 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _count(self, ending: Ending, why: str) -> None:
-        """Count this rank's error if it ended the attempt. Errors of ranks that lost their connection to a process that
-        died do not count: if machines come and go, there may be many between two checkpoints."""
+        """Count this rank's error if it is the reason `why` that ended the attempt. Errors from a lost connection to a
+        process that died do not count: if machines come and go, there may be many between two checkpoints."""
         if ending.failure is None or ending.value != why or self.store.check([FAIL]):
             return
         if self.worker.count(ending.failure):
             self.store.set(FAIL, str(self.rank))
 
     def _meet(self, attempt: int, where: str) -> None:
-        """Wait until all ranks have reached a point of the attempt, `where`: "gone", when all processes have ended and
-        all reasons are stored, or "counted", when an error has been counted."""
+        """Wait until all ranks have reached a point of the attempt. `where` is "gone", when their processes have ended
+        and all reasons are stored, or "counted", when an error has been counted."""
         self.store.add(f"{attempt}/{where}", 1)
         while self.store.add(f"{attempt}/{where}", 0) < self.size:
             time.sleep(LOOK / 4)
@@ -172,7 +173,7 @@ class Following:
         """Return how the process ended. If it was not told to end, tell the other ranks that the attempt is over."""
         if self.last and self.last.word != FAILED:
             return self.last
-        if self.kill_at == NEVER:  # replaces other ranks' reasons: they only lost connections to it
+        if self.kill_at == NEVER:  # this reason is the cause: other ranks only lost their connections to it
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
             self.store.set(self._key("over"), f"the process of rank {self.rank} was ended {how}")
         return self.last or Ending(FAILED)
@@ -206,21 +207,21 @@ class Following:
 
 
 class RayWorker:
-    """What a supervisor uses of its worker of Ray Train: warnings, metrics, and records of failures."""
+    """What a supervisor needs from the worker of Ray Train in which it runs: warnings, metrics and failures."""
 
     def __init__(self, out: str, command: str, method: str, user: str) -> None:
         self.out, self.command, self.method, self.user = out, command, method, user
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
-        """Return whether the run has to save because a machine is taken away or added."""
+        """Return whether the run has to save because a machine is preempted or added."""
         # `ray.train.get_preemption_info` would wait for all workers, but one may have no training process just now.
         from ray.train.v2._internal.execution.context import get_train_context
 
         return get_train_context().preemption_context.preemption_info is not None or asked_to_save()
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
-        """Export the numbers of a record as Ray metrics."""
+        """Export the metrics in a record through Ray."""
         self.gauges = self.gauges or Gauges(self.out, self.method, self.user, steps)
         self.gauges.update(record)
 
@@ -250,7 +251,7 @@ def cpus_per_gpu(node: Mapping[str, float], least: float) -> float:
 def supervise(given: dict[str, Any]) -> Any:
     """Train one rank. This function runs in every worker of Ray Train; when it raises, Ray restarts all workers.
 
-    `fail` stores an error after which no restart can help, where new workers and the command find it."""
+    `RayWorker.fail` stores an error after which no restart can help: new workers then end; the command raises it."""
     import ray
     from ray.train.torch import get_device
 

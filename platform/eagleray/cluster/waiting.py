@@ -10,7 +10,7 @@ from eagleray.cluster.session import machines
 LOOK = 5.0  # seconds between two checks
 SOON = 15.0  # seconds in which workers start if there is room
 AGAIN = 300.0  # seconds after which the line on what a run waits for is printed again
-START = "waiting for "  # beginning of that line, by which `eagleray jobs` recognises it
+START = "waiting for "  # beginning of the line on what a run waits for; `eagleray jobs` finds it by this
 OTHERS = ", but Ray keeps them for runs that asked before"
 Say = Callable[[str], None]
 
@@ -39,8 +39,8 @@ class Waiting:
         self.line = ""
 
     def look(self) -> bool:
-        """Print what the run waits for when that line is due, and another line when the workers have their resources.
-        Returns True if this check has found that the run waits and a line has said so."""
+        """Check whether the run waits. Prints a line on what it waits for, and another when the workers have their
+        resources. Returns True if this call has checked, the run waits and the line has been printed."""
         now = time.monotonic()
         if now - self.looked < LOOK:
             return False

@@ -14,8 +14,8 @@ from eagleray.config.tree import RecipeError, merge, nearest, read
 
 Kind = Literal["recipe", "sweep"]
 FOLDERS: dict[Kind, str] = {"recipe": "pipelines", "sweep": "tune"}
-FIRST = "dino_vits16_in1k_ep100"  # the recipe that errors about a missing recipe name as an example
-SCHEDULES = "detection"  # folder of pipelines/ with detectors' schedules instead of recipes
+FIRST = "dino_vits16_in1k_ep100"  # recipe that serves as an example in the error for a missing name of a recipe
+SCHEDULES = "detection"  # subfolder of pipelines/ that has schedules of detectors and no recipes
 
 
 def folder(name: str) -> Path:
@@ -29,7 +29,7 @@ def folder(name: str) -> Path:
 
 
 def names(kind: Kind = "recipe") -> list[str]:
-    """Return the names of all recipes, or sweeps, in alphabetical order."""
+    """Return the names of all shipped recipes or sweeps, in alphabetical order."""
     if kind == "recipe":
         return list(recipes())
     return sorted(p.stem for p in folder(FOLDERS[kind]).glob("*.yaml"))
@@ -59,7 +59,7 @@ def recipe(name: str) -> ShippedRecipe:
                 f"{name}: no recipe and no run; expected RECIPE first, such as `{FIRST} {key}`; `eagleray list "
                 "recipes` lists all, and `eagleray init FOLDER` writes one for images of your own"
             )
-        begins = {known[: len(name)]: known for known in reversed(names())}  # `name` may be the beginning of a name
+        begins = {known[: len(name)]: known for known in reversed(names())}  # as `name` may be incomplete
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
         near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)
         raise UserError(f"{name}: no recipe of this name{near}; see `eagleray list recipes`")

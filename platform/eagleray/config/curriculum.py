@@ -69,12 +69,12 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
         for j, (size, view) in enumerate(zip(phase.sizes, views, strict=True)):
             if size > view.size:
                 raise UserError(f"{key}.sizes: {size} pixels are more than the {view.size} of views.{j}.size")
-            if size != smaller[view.size]:  # methods compare views of equal size with each other
+            if size != smaller[view.size]:  # equal sizes stay equal, as methods compare such views
                 raise UserError(
                     f"{key}.sizes: {size} and {smaller[view.size]} pixels for views of one size, {view.size}; expected "
                     "one size for all of them"
                 )
-        if len(set(smaller.values())) < len(smaller):  # methods tell global from local views by their sizes
+        if len(set(smaller.values())) < len(smaller):  # as methods tell global from local views by size
             raise UserError(
                 f"{key}.sizes={list(phase.sizes)}: one size for views of {', '.join(map(str, smaller))} pixels; "
                 "expected different sizes for them"

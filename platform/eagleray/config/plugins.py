@@ -28,7 +28,7 @@ from eagleray.config import register, signature
 from eagleray.config.tree import STRICT
 
 GROUP = "eagleray.plugins"
-FOLDER = "plugins"  # subfolder of a run folder, and of a job's package, for plug-ins
+FOLDER = "plugins"  # name of the folder for plug-ins in a run's folder and in a job's package
 Sources = dict[str, bytes]  # contents of files, by path below the folder that Python imports from
 
 
@@ -104,15 +104,15 @@ def load_installed() -> None:
 
 @functools.cache
 def _announced(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules of all entry points of GROUP. `path` is `sys.path`, and only the key of the cache."""
+    """Return the modules of all entry points of GROUP. `path`, which is `sys.path`, is only the cache's key."""
     return tuple(dict.fromkeys(point.module for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def resolve(listed: Any, *, folder: Path | None = None, named: bool = False) -> list[dict[str, str]]:
     """Load the plug-ins that a recipe in `folder` lists, and return their names and digests for the resolved recipe.
 
-    With `named`, for a stranger's recipe, nothing is loaded, and a plug-in that the user has not named before raises
-    PluginError. So does a plug-in whose source differs from its digest in a resolved recipe."""
+    `named` is for recipes of strangers: nothing is loaded, and PluginError is raised for a plug-in that is not loaded
+    yet, as the user has not named it. It is also raised for a plug-in whose source has not the listed digest."""
     folders = [folder / FOLDER, folder] if folder else []
     plugins: dict[str, Plugin] = {}
     for name, digest in _entries(listed):
@@ -161,7 +161,7 @@ def loaded_plugins() -> dict[str, Plugin]:
 
 
 def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -> Plugin | None:
-    """Return the loaded plug-in that has registered something under this name; backbones are registered with timm."""
+    """Return the loaded plug-in that has registered this name, or None. Backbones are registered with timm."""
     if kind == "backbone":
         timm = sys.modules.get("timm")  # if no plug-in has imported timm, none has registered a backbone
         module = timm.model_entrypoint(name).__module__ if timm and timm.is_model(name) else ""
@@ -174,7 +174,7 @@ def plugin_of(name: str, kind: register.Kind | Literal["backbone"] = "method") -
 def owner(module: str) -> Plugin | None:
     """Return the loaded plug-in that a module belongs to; None if there is none.
 
-    The plug-in is the module itself, its package, or another module of the same package."""
+    It is the module itself, the closest package around it, or else another module of its top-level package."""
     top = module.partition(".")[0]
     within = [p for p in _LOADED.values() if f"{module}.".startswith(f"{p.module.__name__}.")]
     beside = [p for p in _LOADED.values() if p.module.__name__.partition(".")[0] == top]
@@ -191,8 +191,8 @@ def pack(plugins: Iterable[Plugin] | None = None) -> dict[str, Sources]:
 def install(packed: Mapping[str, Sources]) -> None:
     """Import plug-ins whose sources another process has packed.
 
-    The sources are first written into a folder of the user's cache, which all processes that get the same sources
-    share. Raises PluginError when writing or an import fails."""
+    The sources are first written into a folder of the user's cache. Processes that get the same sources share this
+    folder. Raises PluginError when writing or an import fails."""
     missing = {n: sources for n, sources in packed.items() if n not in _LOADED or _LOADED[n].sources != sources}
     if missing:
         together = PluginCopy(Path(), {path: data for sources in missing.values() for path, data in sources.items()})
@@ -204,7 +204,7 @@ def install(packed: Mapping[str, Sources]) -> None:
 
 
 def write(folder: Path, sources: Sources) -> None:
-    """Write a plug-in's files below a folder, except those that are there unchanged. Readers never see half a file."""
+    """Write plug-ins' files below a folder, except those that are there already. Readers never see half a file."""
     for relative, data in sources.items():
         path = folder / relative
         if not (path.is_file() and path.read_bytes() == data):
@@ -256,7 +256,7 @@ def _import(module_name: str, copy: PluginCopy, name: str, *, is_file: bool) -> 
         if not is_file:
             _prefer(copy.folder, module_name.partition(".")[0])
             return importlib.import_module(module_name)
-        if module_name in sys.modules:  # the user's own code has imported this file; _check_name refuses others
+        if module_name in sys.modules:  # imported by the user's code; _check_name refuses another file's module
             return sys.modules[module_name]
         spec = importlib.util.spec_from_file_location(module_name, copy.folder / f"{module_name}.py")
         assert spec is not None
@@ -284,11 +284,11 @@ def _check_name(module_name: str, copy: PluginCopy, name: str, *, is_file: bool)
 
 
 def _prefer(folder: Path, top: str) -> None:
-    """Put a folder on Python's import path, so that the package `top` is imported from this folder."""
+    """Put a folder on Python's import path, at its end if `top` is imported from this folder then, else first."""
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # a folder at the end hides no other module
+        sys.path.append(path)  # at the end, as there it hides no other module
     spec = PathFinder.find_spec(top)
     origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     if not origin or not Path(origin).resolve().is_relative_to(path):
@@ -296,9 +296,9 @@ def _prefer(folder: Path, top: str) -> None:
 
 
 def _unload(module_name: str, *, keep: Container[str] = ()) -> None:
-    """Drop the modules of a plug-in's package and what they registered, so that the next import reads them again.
+    """Drop the modules of a plug-in's package and what they registered, except the modules in `keep`.
 
-    The modules in `keep` stay."""
+    The next import then reads them again."""
     signature.forget()
     top = module_name.partition(".")[0]
     for name in [n for n, p in _LOADED.items() if p.module.__name__.partition(".")[0] == top and not keep]:

@@ -19,7 +19,7 @@ METRICS: Mapping[str, str] = {
     "correspondence": "correspondence {} %",
     "gain": "{:+}",
 }
-# The other keys of an entry of `published`: its source, data and epochs that differ from the recipe's, and a note.
+# The other keys of an entry of `published`: source, data and epochs if they differ from the recipe's, and a note.
 DETAILS = ("source", "data", "epochs", "note")
 
 
@@ -42,7 +42,7 @@ def _entry(entry: Mapping[str, Any]) -> str:
 
 
 def cost_words(cost: Mapping[str, Any]) -> str:
-    """Return what a run cost its authors, or `not published`."""
+    """Return the training cost that a recipe's authors state, as text, or `not published`."""
     if not cost:
         return "not published"
     devices = next((f"{cost[kind]} {kind[:3].upper()}s" for kind in ("gpus", "tpus") if kind in cost), "")

@@ -61,5 +61,5 @@ class Schedule:
         left = max(at.epochs * ticks - begin, 1)
         if self.straight:
             return self.end + (self.value - self.end) * (1 - min(now - begin, left) / left)
-        # Multiplied before divided, as in DINO: near pi, 1 + cos loses digits, so that this order changes the result.
+        # Multiply before dividing, as DINO does: near pi, 1 + cos loses digits, so the order changes the result.
         return self.end + 0.5 * (self.value - self.end) * (1 + math.cos(math.pi * min(now - begin, left) / left))

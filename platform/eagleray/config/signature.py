@@ -1,6 +1,6 @@
 """Reads the keyword-only parameters of a class from its source, so that heavy packages are not imported.
 
-Annotations and defaults are evaluated by Python with only the names of the module that they use. If one of these names
+Python evaluates the annotations and defaults with only those names of the module that they use. If one of these names
 comes from a heavy package, the module is imported instead.
 """
 
@@ -93,12 +93,12 @@ def headline(module: str) -> str:
 
 
 class _Source(dict[str, Any]):
-    """Maps the names of a module to their values, computed at first use from its source and the modules it imports."""
+    """Maps the names in a module to their values. A value is computed at its first use, from the module's source."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
         super().__init__()
         self.module, self.tree, self.assigned = module, tree, _assigned(tree.body)
-        self.imported: dict[str, tuple[str, str | None]] = {}  # (module, name in it), or (module, None) for a module
+        self.imported: dict[str, tuple[str, str | None]] = {}  # by local name: (module, attribute), or (module, None)
         for node in tree.body:
             match node:
                 case ast.Import(names=names):

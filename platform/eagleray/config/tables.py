@@ -10,7 +10,7 @@ from eagleray.config.tree import RecipeError, merge, nearest
 
 # Keys that describe a recipe and are not passed to the run.
 ABOUT = ("about", "title", "note", "published", "cost", "ours")
-# Keys that define the layout of a file.
+# Keys that say which recipes a file holds, how they are named and on which recipe they are based.
 LAYOUT = ("base", "name", "axes", "exceptions", "recipes")
 
 

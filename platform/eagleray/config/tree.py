@@ -27,9 +27,9 @@ from eagleray.base.errors import UserError, has_secrets, named
 from eagleray.config import register, signature, yaml_text
 from eagleray.config.yaml_text import validate_written
 
-ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names of union members
+ALTERNATIVE = re.compile(r"(literal\[|constrained-|(int|float|bool|str)$)")  # pydantic's names for union members
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-LONGEST, MOST = 300, 10  # most characters of the message about one key, and most keys in one error
+LONGEST, MOST = 300, 10  # largest number of characters per key, and of keys, in one error message
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ def load(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
 
 
 def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
-    """Turn a tree of plain values into a checked, complete recipe. Raises RecipeError, which names `source`."""
+    """Turn a tree of plain values into a checked, complete recipe. Raises RecipeError, which begins with `source`."""
     if path := yaml_text.find(tree, lambda value: isinstance(value, str) and has_secrets(value)):
         raise RecipeError(
             f"{source}: {path}: contains a user, password or key, which everyone who sees the run could read; give it "
@@ -58,7 +58,7 @@ def check(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         raise RecipeError(f"{source}: " + "; ".join(lines[:MOST] + more)) from None
     if path := yaml_text.find(tree, lambda value: isinstance(value, float) and not math.isfinite(value)):
-        raise RecipeError(f"{source}: {path}: expected a finite number")  # with NaN, no recipe equals its copy
+        raise RecipeError(f"{source}: {path}: expected a finite number")  # a recipe with NaN would not equal its copy
     return checked
 
 
@@ -88,7 +88,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Describe the first keys in which two flattened trees differ; an empty string if they are equal."""
+    """Return a text on the first three keys in which two flattened trees differ; "" if they are equal."""
     differ = [k for k in sorted(there.keys() | here.keys()) if there.get(k) != here.get(k)]
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
     return ", ".join(f"{k} is {there.get(k)} there and {here.get(k)} here" for k in differ[:3]) + more
@@ -101,7 +101,7 @@ def read(
     shipped: Callable[[str], Mapping[str, Any]] | None = None,
     within: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
-    """Return the unchecked tree of a file, merged over its `base` and under the overrides.
+    """Return the unchecked tree of a file. Its values replace those of its `base`, and the overrides replace both.
 
     The base is another file or the name of a shipped recipe, whose tree the function `shipped` returns. `within` are
     the files that led to this one through their `base`, so that a circle is noticed. Raises RecipeError when a file
@@ -149,7 +149,7 @@ def override(item: str) -> dict[str, Any]:
         listed = text.startswith("[") and text.endswith("]")
         value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
-        value = text  # text such as `a: b` without braces is no mapping
+        value = text  # without braces, `a: b` is meant as text
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
@@ -327,7 +327,7 @@ def keys_named(word: str, kind: Any) -> list[str]:
 
 
 def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
-    """Yield pydantic's errors, those about the alternatives of one key, such as a number or `auto`, joined into one."""
+    """Yield pydantic's errors. Those on one key that allows several types, such as a number or `auto`, become one."""
     for (_, one_of_several), group in groupby(errors, lambda e: key_of(e["loc"])):
         first, *others = group
         if one_of_several:
@@ -338,7 +338,7 @@ def join_alternatives(errors: Sequence[Any]) -> Iterator[Any]:
 
 
 def key_of(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return an error's path without the name of a union's type, which pydantic may append, and whether it did."""
+    """Return an error's path without the union member that pydantic may append, and whether it has appended one."""
     tagged = bool(loc) and ALTERNATIVE.match(str(loc[-1])) is not None
     return (loc[:-1], True) if tagged else (loc, False)
 

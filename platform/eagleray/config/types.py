@@ -11,7 +11,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "M
 def _bytes(value: Any) -> Any:
     """Turn a size such as `200GiB` or `1.5 TB` into bytes, and leave everything else to pydantic."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
-    return int(min(float(match[1]), 2.0**63) * UNITS[match[2]]) if match else value  # int refuses inf
+    return int(min(float(match[1]), 2.0**63) * UNITS[match[2]]) if match else value  # int fails on inf
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

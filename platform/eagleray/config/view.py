@@ -48,7 +48,7 @@ def check_applied(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 # Operations on the training device, in their default order; a name is also the key of the operation's probability.
 APPLIED = ("recrop", "jitter", "gray", "blur", "solarize", "sobel", "noise", "rotate", "cutout", "flip")
-# Keys of operations that may move pixels after the crop: its box then does not tell where in the image they were.
+# Keys of operations that may move pixels after the crop, so that its box does not tell where in the image they were.
 MOVING = ("recrop", "rotate", "randaugment", "operations")
 CUTOUT, NOISE_STD = (1 / 16, 1 / 4), (0.02, 0.2)
 Area = Annotated[tuple[float, float], AfterValidator(check_area)]

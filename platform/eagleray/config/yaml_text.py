@@ -45,7 +45,7 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # YAML 1.1's types and merge keys (`<<`) are off
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ValueError for a key that is a list or mapping, and for a key that stands twice, with both lines."""
+        """Return a node's mapping. Raises ValueError for a list or mapping as a key, and for duplicate keys."""
         lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
@@ -131,9 +131,9 @@ def plain(value: Any, texts: frozenset[int] = frozenset()) -> Any:
 
 
 CHARACTERS = 2**20
-VALUES = 100_000  # most values of a document, where each alias counts as a copy
-DEPTH = 64  # most levels of nested lists and mappings
-DIGITS = 100  # most digits of a number: the time to read it grows with their square
+VALUES = 100_000  # largest number of values in a document, where each alias counts as a copy
+DEPTH = 64  # largest number of levels of nested lists and mappings
+DIGITS = 100  # largest length of a number: the time to read it grows with the square of its length
 LARGEST = 2**63 - 1
 NUMBERS = (f"{TAG}int", f"{TAG}float")
 TAGS = {*NUMBERS, *(f"{TAG}{kind}" for kind in ("map", "seq", "str", "bool", "null"))}
@@ -143,7 +143,7 @@ DEEP = f"lists and mappings nested in each other more than {DEPTH} deep"
 def parse(text: str) -> Any:
     """Return the value of a YAML text. Raises yaml.YAMLError when it is not YAML.
 
-    Raises ValueError for a duplicate key, and for text beyond the limits above, before it takes memory or time."""
+    Raises ValueError for a duplicate key and, before values are built, for text beyond the limits above."""
     return plain(parse_written(text))
 
 
@@ -236,7 +236,7 @@ def validate_written(validate: Callable[[Any], T], tree: Any) -> T:
 
 
 def plain_tree(kind: Any, tree: Any) -> Any:
-    """Return a tree, also an invalid one, with plain numbers, and their text where a dataclass `kind` expects text."""
+    """Return a tree, valid or not, with plain numbers or, where the dataclass `kind` expects text, with their text."""
     return plain(tree, _texts(TypeAdapter(kind).validate_python, tree))
 
 
@@ -254,7 +254,7 @@ def _expected_texts(error: ValidationError) -> frozenset[int]:
     for line in _lines(error):
         if isinstance(line["input"], Int | Float):
             kinds.setdefault(id(line["input"]), set()).add(line["type"])
-    # If a key also allows numbers, such as `int | str`, and this one is only too small, it is not taken as text.
+    # For a key that also allows numbers, such as `int | str`, a number that is too small does not become text.
     return frozenset(i for i, found in kinds.items() if found & {*TEXT} and found <= {*OTHER_KINDS})
 
 

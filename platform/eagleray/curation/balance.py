@@ -23,8 +23,8 @@ def even(sizes: Floats, total: float) -> Floats:
 
 def shares(sizes: Floats, parents: Sequence[NDArray[np.int64]], total: float) -> Floats:
     """Return how many of `total` samples each cluster of the lowest level gets (k,). The total is divided evenly among
-    the clusters of the highest level, and what each gets among its clusters on the level below. `sizes` (k,) are those
-    of the lowest level, 0; `parents[i]` has for each cluster on level i its cluster on level i + 1."""
+    the clusters of the highest level, then each cluster's part among its clusters on the level below. `sizes` (k,) are
+    those of level 0, the lowest; `parents[i]` has for each cluster of level i the one of level i + 1 that it is in."""
     levels = [sizes]
     for level, members in enumerate(parents, 1):
         clusters = len(parents[level]) if level < len(parents) else 0

@@ -51,7 +51,7 @@ class Clusters(NamedTuple):
 
     nearest: NDArray[np.int32]  # (N, m) the m nearest clusters of the lowest level, nearest first
     similarity: NDArray[np.float32]  # (N,) cosine similarity to the centre of the nearest cluster
-    parents: list[NDArray[np.int64]]  # see `kmeans.upper_levels`
+    parents: list[NDArray[np.int64]]  # by upper level: for each cluster of the level below, its cluster
 
     @property
     def of(self) -> NDArray[np.int64]:
@@ -73,8 +73,8 @@ def cluster(
     gpus: bool = False,
     note: Note = print,
 ) -> SampleTable:
-    """Write the clusters of all samples into the folder or URL `out`, by default beside the shards, from the embedding
-    in the folder `features`.
+    """Cluster all samples by their embedding in the folder `features`, and write the results into the folder or URL
+    `out`, by default beside the shards.
 
     Raises UserError when the embedding is of other data, when the numbers of clusters do not fall from level to level,
     and when `out` has another table; Outage when a store does not answer."""
@@ -209,9 +209,9 @@ def find_centres(
 
 
 def draw(task: Task, file: Path, tick: Tick) -> NDArray[np.float32]:
-    """Draw two random subsets of the vectors. One, to which the centres are fitted, is written to `file` as float16, by
-    each rank its share. The other, from which the first centres are chosen (n, D), is returned on rank 0, without
-    duplicates and in an order that depends only on the vectors' values. Raises UserError when the disk is full."""
+    """Draw two random subsets of the vectors. The centres are fitted to one, of which each rank writes its share into
+    its `file` as float16. The first centres are chosen from the other (n, D), which rank 0 returns, without duplicates
+    and in an order that depends only on the vectors' values. Raises UserError when the disk is full."""
     table, settings = task.features, task.table.about.settings
     fitted, drawn = kmeans.shares(table.about.images, settings["clusters"][0])
     some: list[tuple[NDArray[np.float64], NDArray[np.float32]]] = []
@@ -276,7 +276,7 @@ def write(
 
 
 def names_of(index: Index, samples: NDArray[np.int64]) -> dict[int, str]:
-    """Return the names, such as `train-000003.tar/000123`, of samples in rising order. Each shard is read once."""
+    """Return the names of samples, such as `train-000003.tar/000123`. Their indices rise; each shard is read once."""
     names: dict[int, str] = {}
     shards = np.searchsorted(index.first, samples, side="right") - 1
     for shard in np.unique(shards).tolist():

@@ -1,5 +1,5 @@
-"""Finds near copies in all clusters of a data set, a batch of clusters at a time. The features of a batch are first
-collected in one file on the local disk."""
+"""Finds near copies in all clusters of a data set, a batch of clusters at a time. First, the features of each batch
+are collected in one file on the local disk."""
 
 import mmap
 import tempfile
@@ -21,8 +21,8 @@ from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable
 from eagleray.evaluation.embeddings import read_features
 
-TOGETHER = 2**27  # most bytes of features per batch of clusters, without samples of neighbouring clusters
-GUESTS = 2**14  # most samples of other clusters that are compared with a cluster at a time
+TOGETHER = 2**27  # largest number of bytes of features in a batch of clusters, not counting other clusters' samples
+GUESTS = 2**14  # largest number of other clusters' samples that are compared with a cluster at a time
 Tick = Callable[[str, int, int], None]  # takes the name of a phase, how much of it is done, and its total
 
 
@@ -32,8 +32,8 @@ class Comparison:
 
     features: SampleTable
     index: Index
-    similar: float  # cosine similarity from which on two images are near copies
-    bits: int | None  # see `Likeness`
+    similar: float  # least cosine similarity of near copies
+    bits: int | None  # most bits in which hashes of near copies differ; None: hashes are not compared
     device: torch.device
 
 
@@ -44,13 +44,13 @@ def find_copies(
     stages: Stages,
     tick: Tick,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return on rank 0 for each sample the sample of which it is a copy (N,), -1 for none, and its similarity to the
-    most similar sample that is kept (N,), nan for none. On other ranks the arrays have no results. `nearest` and
-    `parents` are those of `Clusters`. Each rank compares a share of the clusters."""
+    """Return two arrays (N,): the sample of which each sample is a copy, -1 for none, and its similarity to the most
+    similar sample that is kept, nan for none. Each rank compares a share of the clusters, and only rank 0 returns the
+    results; the arrays of other ranks have -1 and nan. `nearest` and `parents` are those of `Clusters`."""
     order = sort_samples(nearest[:, 0], parents, of.index.size)
     starts = np.flatnonzero(np.diff(nearest[order, 0], prepend=-1))
     batches = list(in_batches(starts, len(order), TOGETHER // (2 * of.features.about.settings["dim"])))
-    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # batch by cluster; the last entry is for -1
+    batch_of = np.full(int(nearest.max(initial=0)) + 2, -1, np.int32)  # batch of each cluster; the last entry is for -1
     for number, (first, last) in enumerate(batches):
         batch_of[nearest[order[first:last], 0]] = number
     mine = range(len(batches))[dist.rank() :: dist.size()]
@@ -96,11 +96,11 @@ def compare(
     file: "Features",
     hashes: NDArray[np.uint64] | None,
 ) -> dict[str, NDArray[Any]]:
-    """Find near copies within each of some clusters, whose samples are `order` (n,), and pairs of a sample that is kept
-    and a sample in `file` that has its cluster among the next nearest."""
+    """Find near copies within each of some clusters, whose samples are `order` (n,). Also find similar pairs
+    of a kept sample and a sample in `file` that has the cluster of the kept one among its next nearest."""
     with file.path.open("rb") as content:
         mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
-    file.path.unlink()  # the mapping stays valid
+    file.path.unlink()  # frees the disk when the mapping, which stays valid, is closed
     x = np.frombuffer(mapped, np.float16).reshape(len(file.rows), -1)
 
     def likeness(rows: NDArray[np.int64]) -> Likeness:
@@ -127,7 +127,7 @@ def compare(
             some = np.concatenate([stay, guests[begin : min(begin + GUESTS, high)]])
             one, two, alike = (v.cpu().numpy() for v in across(likeness(some), len(stay), of.similar))
             pairs.append((file.rows[some[one]], file.rows[some[two]], alike))
-        mapped.madvise(mmap.MADV_DONTNEED)  # pages of clusters that are done would count as this process's memory
+        mapped.madvise(mmap.MADV_DONTNEED)  # as pages that were read count as this process's memory
     pairs.append((order[:0], order[:0], similarity[:0]))
     one, two, alike = (np.concatenate(column) for column in zip(*pairs, strict=True))
     found: dict[str, NDArray[Any]] = {"rows": order, "original": original, "similarity": similarity}
@@ -136,7 +136,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Features:
-    """A file of features (n, D) in float16, scaled to length 1, and the rising indices of their samples (n,)."""
+    """A file of features (n, D) in float16, of length 1, and the indices of their samples (n,), in rising order."""
 
     path: Path
     rows: NDArray[np.int64]
@@ -146,7 +146,7 @@ def sort_features(
     table: SampleTable, batch: NDArray[np.int32], wanted: Sequence[int], folder: Path, tick: Tick
 ) -> dict[int, Features]:
     """Write the features of each wanted batch of clusters into a file of its own. `batch` (N, m) has the batches of the
-    m nearest clusters of each sample, whose features go into the files of all of these. The table is read only once.
+    m nearest clusters of each sample: its features go into the files of all these batches. The table is read only once.
     Raises UserError when the disk is full."""
     rows: dict[int, list[NDArray[np.int64]]] = {number: [] for number in wanted}
     for part in table.parts:
@@ -165,8 +165,8 @@ def sort_features(
 
 
 def in_batches(starts: NDArray[np.int64], samples: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last position (excluded) of each batch of adjacent clusters: of at most `most` samples, or of
-    a single larger cluster. `starts` are the first positions of all clusters, and `samples` the end of the last."""
+    """Yield the first and last position (excluded) of each batch of adjacent clusters. A batch has at most `most`
+    samples or is one larger cluster. `starts` are the first positions of the clusters; the last ends at `samples`."""
     first, ends = 0, [*starts[1:].tolist(), samples]
     for end, after in zip(ends, [*ends[1:], np.inf], strict=True):
         if after - first > most:

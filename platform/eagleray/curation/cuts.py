@@ -18,14 +18,14 @@ CUTS = {
     "blurred": "sharpness >= 20",
     "tiny": "min_side >= 64",
 }
-OUTLIERS = 0.01  # share of the remaining images, those least similar to their cluster's centre
-MOST = 0.2  # a cut that leaves out a larger share of images does not fit the data and is not made
+OUTLIERS = 0.01  # share of outliers, the images least similar to their cluster's centre, of those that CUTS keep
+MOST = 0.2  # a cut that leaves out a larger share of images is not made, unless they are damaged or near copies
 
 
 @dataclass(frozen=True)
 class Cut:
     """A rule that leaves out samples: `where` is true for samples to keep, and `out` (N,) for those that this cut
-    leaves out and no earlier one does. `made` is false for a cut that does not fit the data."""
+    leaves out and no earlier one does. `made` is false for a cut that leaves out too many."""
 
     name: str
     where: str
@@ -43,8 +43,8 @@ class Cut:
 
 
 def find_cuts(index: Index, url: str, clusters: SampleTable) -> Iterator[Cut]:
-    """Yield all cuts. `clusters` has the columns of `eagleray data cluster`. Raises UserError where a column is
-    missing."""
+    """Yield a Cut for each rule in CUTS and one for outliers. Each looks only at samples that earlier cuts keep.
+    `clusters` has the columns of `eagleray data cluster`. Raises UserError where a column is missing."""
     left = np.ones(len(index), bool)
     for name, where in CUTS.items():
         cut = cut_of(name, where, left & ~kept(index, url, where))
@@ -56,7 +56,7 @@ def find_cuts(index: Index, url: str, clusters: SampleTable) -> Iterator[Cut]:
 
 
 def cut_of(name: str, where: str, out: NDArray[np.bool_]) -> Cut:
-    """Return the cut that leaves out the samples `out` (N,); it is made unless these are too many."""
+    """Return the cut that leaves out the samples `out` (N,). It is not made if they are too many, see MOST."""
     return Cut(name, where, out, bool(out.mean() <= MOST or name in ("damaged", "near copies")))
 
 

@@ -1,9 +1,9 @@
 """Clusters vectors of length 1 by k-means with cosine similarity, on several levels.
 
 Each rank reads its share of the vectors in each pass. As in "Automatic Data Curation for Self-Supervised Learning: A
-Clustering-Based Approach" (arXiv:2405.15613), each level clusters the centres of the level below, and the lowest level
-is clustered once. The upper levels are clustered again from the vectors nearest to their centres, which spreads the
-centres evenly, so that a subject with many images gets few centres.
+Clustering-Based Approach" (arXiv:2405.15613), an upper level clusters the centres of the level below. It is clustered
+again several times, only from the vectors nearest to its centres. This spreads the centres evenly, so that a subject
+with many images gets few centres. The lowest level is clustered once.
 
 The vectors to which the lowest level is fitted, and its first centres, depend on the values of the vectors and a seed,
 but not on their order.
@@ -20,29 +20,29 @@ from torch.nn import functional
 
 from eagleray.base import dist
 
-Vectors = Callable[[int], Iterable[Tensor]]  # returns this rank's vectors for a pass, by its index, in pieces (n, D)
+Vectors = Callable[[int], Iterable[Tensor]]  # takes the index of a pass, returns this rank's vectors in pieces (n, D)
 Keep = Callable[[int, Tensor], object]  # takes the number of rounds done and the centres (k, D) after them
 FITTED = 256  # mean number of vectors per cluster to which the lowest level's centres are fitted
-FITTED_AT_LEAST = 2**16  # least number of vectors to fit centres to, if there are as many
-CANDIDATES = 4  # vectors per cluster from which the first centres are drawn
+FITTED_AT_LEAST = 2**16  # least number of vectors to which centres are fitted, if there are as many
+CANDIDATES = 4  # mean number of vectors per cluster from which the first centres are drawn
 CANDIDATES_AT_LEAST = 4096
-BEGUN = 4096  # most rounds of drawing the first centres; several are drawn per round if need be
-PIECE = 4096  # vectors that are read at once
+BEGUN = 4096  # largest number of rounds in which the first centres are drawn; for more centres, several per round
+PIECE = 4096  # number of vectors that are read or hashed at once
 ROUNDS = 20  # k-means ends after this many rounds
-RESAMPLED = 10  # times that a level is clustered again from the vectors around its centres
-COMPARED = 2**24  # similarities that are computed at once
-FAR = 64  # number of vectors, those farthest from their centres, that may restart empty clusters
+RESAMPLED = 10  # how often an upper level is clustered again from the vectors around its centres
+COMPARED = 2**24  # largest number of similarities that are computed at once
+FAR = 64  # most empty clusters per round whose new centres are vectors, those farthest from their centres
 
 
 class Level(NamedTuple):
-    """A level of clusters: their centres (k, D), and for each of n centres of the level below its cluster here (n,)."""
+    """A level of k clusters: `centres` (k, D), and `members` (n,), the cluster of each centre of the level below."""
 
     centres: Tensor
     members: Tensor
 
 
 def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each vector x (n, D) the most similar centre (n,), and the cosine similarity to it (n,)."""
+    """Return for each vector x (n, D) the index (n,) of the most similar centre, and the cosine similarity (n,)."""
     found = [(piece @ centres.T).max(1) for piece in x.split(max(COMPARED // len(centres), 1))]
     return torch.cat([f.indices for f in found]), torch.cat([f.values for f in found])
 
@@ -65,7 +65,7 @@ def numbers_of(x: NDArray[np.float32], seed: int) -> NDArray[np.float64]:
 
 
 def shares(samples: int, clusters: int) -> tuple[float, float]:
-    """Return the shares of all samples that centres are fitted to, and that the first centres are drawn from."""
+    """Return two shares of all samples: to which centres are fitted, and from which the first centres are drawn."""
     fitted, drawn = max(FITTED * clusters, FITTED_AT_LEAST), max(CANDIDATES * clusters, CANDIDATES_AT_LEAST)
     return fitted / samples, drawn / samples
 
@@ -73,10 +73,10 @@ def shares(samples: int, clusters: int) -> tuple[float, float]:
 def kmeans(
     vectors: Vectors, centres: Tensor, rounds: int = ROUNDS, *, done: int = 0, keep: Keep | None = None
 ) -> Tensor:
-    """Return the `centres` (k, D), the result of `done` rounds, after more rounds, until `rounds` are done or no centre
-    changes. A cluster that loses all its vectors gets as its centre one of the vectors farthest from their centres."""
+    """Improve `centres` (k, D), the result of `done` rounds, until `rounds` are done or no centre changes, and return
+    them. A cluster that loses all its vectors gets as its centre one of the vectors farthest from their centres."""
     for number in range(done, rounds):
-        sums = centres.new_zeros(len(centres), centres.shape[1] + 1, dtype=torch.float64)  # last column: count
+        sums = centres.new_zeros(len(centres), centres.shape[1] + 1, dtype=torch.float64)  # last column: their number
         far = centres.new_zeros(0, centres.shape[1] + 1)  # last column: similarity
         for x in vectors(number):
             label, similarity = nearest(x, centres)

@@ -21,25 +21,25 @@ from eagleray.data.columns import MEASURED, Measured, own_columns
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 
-PIECE = 1024  # most rows of a matrix of similarities that is computed at once
+PIECE = 1024  # largest number of rows of the matrices of similarities that are computed
 COLUMN = "phash"
 LENGTH = 63  # bits of a perceptual hash; its text has 64, of which the first is 0
 # Mirroring an image negates its odd horizontal frequencies, which are every second bit.
 MIRRORED = np.uint64(0x5555_5555_5555_5555)
-OTHERS = 2**16  # most columns of a matrix of similarities that is computed at once
+OTHERS = 2**16  # largest number of columns of the matrices of similarities that are computed
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """The features x (n, D) of samples, of length 1, and their hashes' bits as -1 and 1, `signs` (n, 64), or None.
-    Samples whose hashes differ in more than `bits` bits, also when one image is mirrored, are not similar at all."""
+    """Compares samples by their features `x` (n, D), of length 1, and their hashes' bits `signs` (n, 64), -1 and 1, if
+    given. Samples whose hashes differ in more than `bits` bits, also when one image is mirrored, are not similar."""
 
     x: Tensor
     signs: Tensor | None = None
     bits: int = 64
 
     def between(self, rows: Tensor, others: Tensor) -> Tensor:
-        """Return the cosine similarities (r, o) of some rows to others, -1 where their hashes differ too much."""
+        """Return the cosine similarities (r, o) of `rows` (r,) to `others` (o,), -1 where hashes differ too much."""
         out = self._directions(rows) @ self._directions(others).T
         if self.signs is not None:
             mirror = signs(MIRRORED.reshape(1), self.x.device)
@@ -49,8 +49,8 @@ class Likeness:
         return out
 
     def _directions(self, rows: Tensor) -> Tensor:
-        """Return the features of rows in float32. Rounding to float16 has changed their lengths, by which the
-        similarity of equal images would fall below 0.9999."""
+        """Return the features of `rows` in float32, scaled to length 1 again: rounding to float16 has changed their
+        lengths, and the similarity of equal images would fall below 0.9999."""
         x = self.x[rows].float()
         return x.div_(torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(1e-6))
 
@@ -68,7 +68,7 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
         near, similarity = _most_similar(of, rows, stay)
         inside = of.between(rows, rows).tril(-1)
         kept = similarity < threshold
-        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # earlier rows are decided already
+        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # in order: a row depends on earlier ones
             kept[row] &= not bool(((inside[row] >= threshold) & kept).any())
         among = inside.masked_fill(~kept | torch.ones_like(inside, dtype=torch.bool).triu(), -1.0).max(1)
         closer = among.values > similarity
@@ -79,7 +79,7 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def _most_similar(of: Likeness, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the most similar of some other rows, and its similarity; -1 if there are no others."""
+    """Return for each of `rows` the most similar of `others`, and the similarity; both are -1 if `others` is empty."""
     near, best = torch.full_like(rows, -1), torch.full_like(rows, -1.0, dtype=torch.float32)
     for some in others.split(OTHERS):
         if len(some):
@@ -90,8 +90,8 @@ def _most_similar(of: Likeness, rows: Tensor, others: Tensor) -> tuple[Tensor, T
 
 
 def across(of: Likeness, members: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of a member of a cluster and a sample of another cluster that are at least `threshold` similar:
-    both rows (p,), and the similarities (p,). The first `members` rows are the members."""
+    """Return the pairs of a cluster member and another cluster's sample that are at least `threshold` similar: the rows
+    (p,) of the members, those of the other samples, and the similarities (p,). Members are the first rows of `of`."""
     rows = torch.arange(len(of.x), device=of.x.device)
     found = []
     for some, others in itertools.product(rows[members:].split(PIECE), rows[:members].split(OTHERS)):
@@ -109,8 +109,8 @@ def settle(
     place: NDArray[np.int64],
 ) -> None:
     """Decide which samples of similar pairs from different clusters are kept, and update `original` and `similarity`
-    (N,), which were found within clusters. `pairs` are two samples and their similarity (p,); `place` (N,) ranks the
-    samples by preference, lowest first.
+    (N,), which were found within clusters. `pairs` are arrays (p,) of two samples and of their similarity; `place` (N,)
+    ranks samples by preference, lowest first.
 
     As within a cluster, a sample is a copy if it is similar to a preferred one that is kept. Copies of a sample that
     becomes a copy become copies of the sample that is kept."""
@@ -120,7 +120,7 @@ def settle(
     order = np.argsort(like, kind="stable")  # rising, so that the most similar one is written last and stays
     first, second, like = first[order], second[order], like[order]
     while len(first):
-        sure = ~np.isin(first, second)  # samples to which no undecided one is preferred
+        sure = ~np.isin(first, second)  # pairs whose first sample is kept: none is preferred to it
         original[second[sure]], similarity[second[sure]] = first[sure], like[sure]
         left = (original[first] < 0) & (original[second] < 0)
         first, second, like = first[left], second[left], like[left]
@@ -139,7 +139,7 @@ def hash_tables(index: Index) -> list[SampleTable]:
 
 
 def read_hashes(index: Index) -> NDArray[np.uint64]:
-    """Return the hashes of all samples (N,), 0 for images that do not decode. Raises UserError as `hash_tables`."""
+    """Return the hashes of all samples (N,), 0 for images that do not decode. Raises what `hash_tables` raises."""
     measured, out = [Measured(table) for table in hash_tables(index)], np.zeros(len(index), np.uint64)
     for shard in range(len(index.shards)):
         texts = own_columns(index, shard, [COLUMN], measured)[COLUMN].to_pylist()

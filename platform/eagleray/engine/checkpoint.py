@@ -2,8 +2,8 @@
 
 A checkpoint counts once it has been read back from its folder or store with the right checksum. A run continues from
 the newest intact one. In a store, where two processes may write to one run, a checkpoint's name ends with the epoch of
-its writer, which is no epoch of training but grows with every start: `step-000000110-e000002`. A later epoch is newer,
-whatever its step.
+its writer: `step-000000110-e000002`. This is no epoch of training; each start of the run gets a higher one. A later
+epoch is newer, whatever the step.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
-NEWEST = 3  # number of checkpoints, the newest ones, whose manifests a listing holds
+NEWEST = 3  # number of manifests in a listing: those of the newest checkpoints
 
 
 class Writer:
@@ -76,8 +76,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
         self._warned: set[str] = set()
-        self.best: int | None = None  # step whose newest checkpoint is not deleted
-        self.stays: Callable[[int], bool] = lambda step: False  # whether a step's newest checkpoint is not deleted
+        self.best: int | None = None  # step of the best checkpoint, which is not deleted
+        self.stays: Callable[[int], bool] = lambda step: False  # whether a step's newest checkpoint is kept
 
     @property
     def busy(self) -> bool:
@@ -87,8 +87,8 @@ class Writer:
     def save(self, step: int, state: dict[str, Any], finish: Callable[[], dict[str, Any]] = dict) -> None:
         """Copy the state and write it in the background.
 
-        `finish` is called in the background before anything is written; it returns more keys of the manifest, such as
-        the files that other ranks wrote. If writing fails, a warning is logged, and `settle` raises the error."""
+        There, `finish` is called first. It waits for the files of sharded tensors, which all ranks write, and returns
+        what the manifest says about them. If writing fails, a warning is logged, and `settle` raises the error."""
         self.wait()
         host_state, self._problem = self._host_copy.update(state), None
         self._thread = threading.Thread(
@@ -160,8 +160,8 @@ class Writer:
             raise OSError(f"{url}: what was read back differs from what was written")
 
     def _drop(self, newest: str) -> None:
-        """Delete old checkpoints. The `keep` newest that count, up to `newest`, stay, and the newest one of step `best`
-        and of each step for which `stays` is true.
+        """Delete old checkpoints. `newest` and those before it stay, `keep` in all, and also the newest one of step
+        `best` and of each step for which `stays` is true.
 
         A checkpoint of a later step is deleted too, as it must be damaged: the run would have continued from it. A
         checkpoint of a later epoch belongs to another writer and stays."""
@@ -170,14 +170,14 @@ class Writer:
         older = [n for n in names_in(blobs) if order(n) < order(newest)]
         staying = [n for n in reversed(older) if step_of(n) == self.best or self.stays(step_of(n))]
         names = {newest, *older[: self.keep - 1], *{step_of(n): n for n in staying}.values()}  # newest of each step
-        for url in sorted(blobs):  # a manifest (.json) before its checkpoint (.pt)
+        for url in sorted(blobs):  # sorted, as a manifest (.json) is deleted before its checkpoint (.pt)
             if stem(url) not in names and epoch_of(stem(url)) <= self.epoch:
                 _delete(url)
         if self.copies:
             _delete_others(self.scratch, newest)
 
     def _cause(self, e: Exception) -> Exception:
-        """Return Superseded if another process has taken the run over, as it may have deleted a file; otherwise `e`."""
+        """Return Superseded if another process, which may have deleted files, has taken the run over; otherwise `e`."""
         if isinstance(e, OSError | UserError):
             try:
                 self.guard()
@@ -201,8 +201,8 @@ class Writer:
 
 
 def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratch: Path | None = None) -> None:
-    """Write one checkpoint and wait until it counts. Its epoch is that of the newest one; `keep` and `scratch` are as
-    in `Writer`. Raises UserError when it cannot be written."""
+    """Write one checkpoint, with the epoch of the newest one, and wait until it counts. `keep` and `scratch` are as in
+    `Writer`. Raises UserError when it cannot be written."""
     writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(blobs_of(url)))
     writer.save(step, state)
     writer.settle()
@@ -219,7 +219,7 @@ def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:
 
 def delete_after(url: str | Path, step: int) -> None:
     """Delete the checkpoints of steps after `step`."""
-    for file in sorted(blobs_of(url)):  # a manifest (.json) before its checkpoint (.pt)
+    for file in sorted(blobs_of(url)):  # sorted, as a manifest (.json) is deleted before its checkpoint (.pt)
         if step_of(stem(file)) > step:
             _delete(file)
 
@@ -250,12 +250,12 @@ def newest(
     listed: CheckpointListing | None = None,
     step: int | None = None,
 ) -> dict[str, Any] | None:
-    """Return the state of the newest intact checkpoint, or of that of `step`; None if there is none. Damaged ones are
-    skipped with a warning.
+    """Return the state of the newest intact checkpoint or, with `step`, of the newest one of this step; None if there
+    is none. Damaged ones are skipped with a warning.
 
-    `whole` is explained at `read`. `listed` is a result of `listing`, which may come from another rank. From a store,
-    one process on each machine downloads the checkpoint into `scratch`, unless it is there already. Raises UserError
-    and Outage when the store cannot be read."""
+    With `whole`, sharded tensors have values, see `read`. `listed` is a result of `listing`, perhaps of another rank.
+    From a store, one process on each machine downloads the checkpoint into `scratch`, unless it is there already.
+    Raises UserError and Outage when the store cannot be read."""
     url = _url(url)
     listed = listed or CheckpointListing(blobs_of(url, patience), {})
     for name in names_in(listed.blobs):
@@ -271,8 +271,8 @@ def newest(
 def read(path: Path, *, whole: bool = True) -> dict[str, Any]:
     """Return the state in the file of a checkpoint.
 
-    With `whole`, sharded tensors, whose rows the ranks wrote to separate files, are read too. Without `whole` they have
-    a shape but no values, and the key `shards` names the folder of these files."""
+    Ranks write the rows of sharded tensors to separate files. With `whole`, these are read too. Without it, sharded
+    tensors have a shape but no values, and the key `shards` names the folder of these files."""
     from eagleray.engine import sharded_checkpoint
 
     try:
@@ -310,15 +310,15 @@ def _url(url: str | Path) -> str:
 
 
 def _scratch(url: str, scratch: Path | None) -> Path:
-    """Return the folder to which files are written first: `scratch`, or a local folder of checkpoints itself."""
+    """Return the folder into which files are written first: that of the checkpoints if it is local, else `scratch`."""
     if folder := folder_of(url):
-        return folder  # where a complete file is only renamed
+        return folder  # within it, a complete file need only be renamed
     assert scratch is not None, f"{url}: needs a scratch folder"
     return scratch
 
 
 def _flat(url: str, scratch: Path, path: Path) -> str:
-    """Return the URL of a file below `scratch`. Dots replace its subfolders, which checkpoints in a store lack."""
+    """Return the URL under which a file below `scratch` is stored: a name with dots in place of subfolders."""
     return f"{url}/{'.'.join(path.relative_to(scratch).parts)}"
 
 
@@ -366,7 +366,7 @@ def _local_file(name: str, url: str, listed: CheckpointListing, scratch: Path, p
 
 
 def _fetch(blob: Blob, path: Path, manifest: dict[str, Any], patience: float) -> bool:
-    """Download a file of a checkpoint. If it is intact, delete other checkpoints in its folder and return true."""
+    """Download a file of a checkpoint, and return whether it is intact. If so, delete other checkpoints beside it."""
     intact = fetch(blob, path, manifest, patience)
     if intact:
         _delete_others(path.parent, path.stem)

@@ -11,7 +11,7 @@ from eagleray.base.errors import UserError
 from eagleray.models.backbone import Backbone
 from eagleray.models.heads import PrototypeHead
 
-# Most compiled versions of a function. Each model needs one for each list of view sizes; PyTorch's default is 8.
+# Largest number of compiled versions of a function. Each model needs one per list of view sizes; the default is 8.
 VERSIONS = 64
 
 

@@ -58,10 +58,10 @@ def to_timm(
     folder: Path,
     preprocessing: Preprocessing | None = None,
 ) -> Path:
-    """Write `backbone.safetensors`, `backbone.json`, which says how to create the model, and `config.json`, from which
-    timm creates it, if timm can build the model.
+    """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. If timm can build it, also
+    write `config.json`, from which timm creates it.
 
-    First, a new process loads the files with the line that `snippet` returns. Raises UserError when its outputs differ.
+    First, a new process loads the files as in the line of `snippet`. Raises UserError when its outputs differ.
     `preprocessing` of images, if known, is written too. Adapters are merged into the weights, and also stored in their
     own file."""
     from eagleray.models.lora import merged  # imported here, as a run needs it only at its end
@@ -79,7 +79,7 @@ def to_timm(
         files[CONFIG] = timm_config(backbone, network, own | description["options"], preprocessing)
         if preprocessing and own and own["img_size"] != [preprocessing.size] * 2:
             description["options"] = own | description["options"]
-    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # reused if an export was killed
+    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # left if killed, overwritten later
         save_file(state, part, {"format": "pt"})
         difference = compare(backbone, files, part)
         if not difference <= TOLERANCE:
@@ -113,7 +113,7 @@ def keys_of(network: Network) -> dict[str, Any]:
 
 
 def any_size(backbone: Backbone, network: Network) -> dict[str, Any]:
-    """Return timm's arguments for the model's image size and for accepting others; none without a fixed size."""
+    """Return timm's arguments that set the model's image size and allow other sizes; {} if no size is fixed."""
     own = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None)
     family = timm.model_entrypoint(network.name.partition(".")[0]).__module__.rpartition(".")[2]
     return {"img_size": list(own)} | ANY_SIZE.get(family, {}) if own else {}
@@ -124,14 +124,14 @@ def timm_config(
 ) -> dict[str, Any]:
     """Return the content of the `config.json` from which timm creates a model with the given arguments."""
     name = {"architecture": network.name.partition(".")[0], "num_classes": 0}
-    known = getattr(backbone.model, "pretrained_cfg", {})  # some models only take their own image size
+    known = getattr(backbone.model, "pretrained_cfg", {})  # has the image size, if the model takes one only
     own = {key: known[key] for key in ("input_size", "fixed_input_size") if known.get(key)}
     about = name | own | (preprocessing.timm() if preprocessing else {})
     return {**name, "num_features": backbone.dim, "model_args": dict(arguments), "pretrained_cfg": about}
 
 
 class Export(NamedTuple):
-    """An exported backbone, read from its file and in evaluation mode, and its description."""
+    """An exported backbone in evaluation mode, with the descriptions of its network and preprocessing."""
 
     backbone: Backbone
     network: Network
@@ -155,8 +155,8 @@ def read_export(path: Path) -> Export:
 
 
 def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights: Path) -> float:
-    """Return the largest difference between a new process's outputs and this one's, relative to the largest output.
-    `files` maps the names of the other files of the export to their contents."""
+    """Return the largest difference between outputs of `backbone` and those of a new process that loads the file
+    `weights`, relative to the largest output. `files` has the contents of the export's other files, by name."""
     size = getattr(getattr(backbone.model, "patch_embed", None), "img_size", None) or (224, 224)
     x = torch.randn(2, backbone.channels, *size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
@@ -164,7 +164,7 @@ def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights:
         (folder / FILE).symlink_to(weights.absolute())
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content))
-        # Backbone's own pooling is compared, as SelfPatch's aggregation is only in checkpoints.
+        # Outputs of Backbone's own pooling are compared, as an export lacks SelfPatch's aggregation.
         want = Backbone._pooled(copy.deepcopy(backbone).cpu().eval(), x)
         torch.save((x, want), probe := Path(scratch) / "probe.pt")
         plugin = plugins.plugin_of(files.get(CONFIG, {}).get("architecture", ""), "backbone")
@@ -179,7 +179,7 @@ def compare(backbone: Backbone, files: Mapping[str, Mapping[str, Any]], weights:
 
 
 def run_check(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run CHECK in a new process, which shows that the export needs nothing that exists only in this one."""
+    """Run CHECK in a new process, which shows that the export needs nothing of this process's state."""
     return child.run_python(CHECK, arguments, text=True)
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 from eagleray.storage.store import folder_of, store
 
 FILE = "backbone.safetensors"
-DESCRIPTION = "backbone.json"  # says how to create the model
+DESCRIPTION = "backbone.json"  # file that says how to create the model
 CARD = "README.md"
-CONFIG = "config.json"  # timm creates the model from this file
+CONFIG = "config.json"  # file from which timm creates the model
 # Adapters, which are merged into FILE too. This name sorts after FILE, as timm loads the first file in a folder.
 ADAPTERS = "lora.safetensors"
-HEADS = "heads.safetensors"  # the heads and other parts of the method
+HEADS = "heads.safetensors"  # file with the heads and other parts of the method
 
 
 def export_in(source: str | os.PathLike[str]) -> Path | None:
-    """Return the local path of an exported file, given its own path or URL or that of its folder. Files at a URL are
-    downloaded. Returns None when there is no export. Raises UserError and Outage when a store cannot be read."""
+    """Return the local path of an exported file, or None when there is no export. `source` is the path or URL of the
+    file or of its folder; files at a URL are downloaded. Raises UserError and Outage when a store cannot be read."""
     path = folder_of(url := os.fspath(source).rstrip("/"))
     if path is None:
         return _remote_export(url)

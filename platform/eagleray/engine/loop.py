@@ -83,7 +83,7 @@ class Trainer:
         with precision.autocast():
             out = self.model(batch, at)
         check_output(method, out)
-        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # weights ranks by their number of rows
+        share = batch.rows[dist.rank()] * len(batch.rows) / sum(batch.rows)  # weight of a rank, by its number of rows
         precision.scale(out["loss"] * share).backward()
 
         for trunk in frozen:
@@ -153,7 +153,7 @@ def patch_parameters(method: Method) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limit: float | None, *, each: bool) -> Tensor:
-    """Scale P gradients in place to a norm of at most `limit`, and return their norms (P,) before the scaling.
+    """Scale P gradients in place to a norm of at most `limit`, if set, and return their norms (P,) before that.
 
     The limit holds for the norm of all gradients together or, with `each`, for the norm of each tensor (DINO)."""
     norms, grads = dist.norms(grads), dist.local(grads)

@@ -16,7 +16,7 @@ from eagleray.base.errors import UserError
 from eagleray.engine.sharded import divide_groups, follow
 from eagleray.models.backbone import Backbone
 
-LARC_EPS = 1e-8  # added to the norms in the denominator, as in Apex
+LARC_EPS = 1e-8  # added to LARC's denominator, as in Apex
 
 
 def make(
@@ -53,7 +53,7 @@ def make(
 
 @torch.no_grad()
 def lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give loaded moments the strides of their parameters, on which fused steps rely."""
+    """Give moments from a checkpoint the strides of their parameters, on which fused steps rely."""
     for p, state in optimizer.state.items():
         for key, moment in state.items():
             if isinstance(moment, Tensor) and moment.shape == p.shape and moment.stride() != p.stride():
@@ -124,7 +124,7 @@ def param_groups(
 
 
 def undecayed_names(method: nn.Module) -> set[str]:
-    """Return the names of the parameters that the backbones of a method exclude from weight decay."""
+    """Return the names of the parameters that the timm models of a method exclude from weight decay."""
     trunks = [(prefix, part.model) for prefix, part in method.named_modules() if isinstance(part, Backbone)]
     spared = ((prefix, model.no_weight_decay()) for prefix, model in trunks if hasattr(model, "no_weight_decay"))
     return {f"{prefix}.model.{name}" for prefix, names in spared for name in names}
@@ -154,9 +154,9 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 def scale_by_trust(
     params: list[Tensor], steps: Sequence[Tensor], weight_decay: float, trust: float, *, split: bool = False
 ) -> list[Tensor]:
-    """Return the steps of all tensors. The step of a matrix p gets weight decay, and then the norm trust * |p|.
+    """Return the steps of all tensors. For a matrix p, it is the step plus weight decay, with the norm trust * |p|.
 
-    A step is not scaled if its norm or |p| is 0. With `split`, tensors are this rank's rows; norms cover all rows."""
+    It is not scaled if its norm or |p| is 0. With `split`, tensors are this rank's rows, but norms cover all rows."""
     wide = [i for i, p in enumerate(params) if p.ndim > 1]
     if not wide:
         return list(steps)
@@ -235,7 +235,7 @@ class LARC(LARS):
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam that adds weight decay to the step a of a matrix p and scales it by |p| / |a + wd * p|.
+    """Adam that adds wd * p, the weight decay, to the step a of a matrix p and scales the sum to the norm |p|.
 
     This is algorithm 2 of You et al. 2020, arXiv:1904.00962. Vectors are neither scaled nor decayed. timm's LAMB also
     clips the gradient and cannot skip a step."""
@@ -265,7 +265,7 @@ class LAMB(torch.optim.Optimizer):
                     self.state[p] |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             means, squares, steps = ([self.state[p][k] for p in params] for k in ("mean", "square", "step"))
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
-            moves = torch._foreach_mul(params, 0.0)  # from parameters of 0, Adam's kernel gives the steps
+            moves = torch._foreach_mul(params, 0.0)  # zeros, which Adam's kernel turns into the steps
             torch._fused_adam_(
                 moves,
                 [p.grad for p in params],

@@ -19,7 +19,7 @@ from eagleray.config.types import NO_FP16, Format
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Defaults of torch.amp.GradScaler: the initial scale, its factors after INTERVAL good steps and after an overflow.
+# Defaults of torch.amp.GradScaler: first scale, factor after INTERVAL finite steps, factor after an overflow, INTERVAL.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
@@ -51,7 +51,7 @@ def format_name(device: torch.device) -> str:
 
 
 def autocast(device: torch.device, choice: Format = "auto") -> torch.autocast:
-    """Return the context in which a network runs on a device. Raises UserError as `compute_dtype` does."""
+    """Return the autocast context for a network on a device. Raises UserError as `compute_dtype` does."""
     return _autocast(device, compute_dtype(choice, device))
 
 
@@ -82,7 +82,7 @@ class Precision:
         return _autocast(self.device, self.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss that gradients are computed of: in float16 multiplied by the scale, else unchanged."""
+        """Return the loss to differentiate: multiplied by the scale in float16, else unchanged."""
         return loss * self.loss_scale if self.scaled else loss
 
     def unscale_(self, grads: Sequence[Tensor]) -> None:
@@ -100,11 +100,11 @@ class Precision:
         return {"loss_scale": self.loss_scale.clone()} if self.scaled else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its counter, or nothing if the loss is not scaled."""
+        """Return the scale and the number of finite steps since it changed, or nothing if the loss is not scaled."""
         return {"loss_scale": self.loss_scale, "good_steps": self.good_steps} if self.scaled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the scale of a checkpoint, which is missing if the checkpoint's run was not in float16."""
+        """Continue with the scale of a checkpoint; `state` is empty if the checkpoint's run was not in float16."""
         for name in state if self.scaled else ():
             getattr(self, name).copy_(state[name])
 
@@ -119,7 +119,7 @@ def numerics(precision: Precision, *, deterministic: bool) -> Iterator[None]:
     matmul, convolution = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     repeatable = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # on a CPU, "high" is not TF32
+    benchmark, accelerator = cudnn.benchmark, precision.device.type != "cpu"  # "high" below is TF32, but not on a CPU
     try:
         if accelerator:
             tf32 = precision.dtype != torch.float32

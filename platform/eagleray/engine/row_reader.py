@@ -22,7 +22,7 @@ from eagleray.engine.checkpoint_files import METADATA, SHARD_FILE
 
 
 def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    """Read tensors by name, in place. Raises UserError when the folder is damaged or lacks one of them, and OSError."""
+    """Read values into `targets`, tensors by name. Raises UserError for a damaged or missing tensor, and OSError."""
     reader = _Reader(folder)
     try:
         dcp.load(dict(targets), storage_reader=reader, no_dist=True)
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads rows with metadata that was checked, instead of unpickling it."""
+    """A reader of rows that gets checked metadata; PyTorch's own would unpickle the file of metadata."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -85,7 +85,7 @@ class _Record:
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Python's unpickler: in C's, a few bytes may allocate gigabytes. It takes 11 s for 96,000 parts, C's takes 4 s."""
+    """The unpickler in Python: with that in C, a few bytes may allocate gigabytes. It takes 11 s for 96,000 parts."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None

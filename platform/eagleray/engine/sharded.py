@@ -1,8 +1,7 @@
 """Fully sharded training: each rank stores some rows of every weight, gradient and moment.
 
 PyTorch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) gathers the weights of a block before it is computed
-and divides its gradients among the ranks. This module adds optimisers that work on this rank's rows, and momentum
-copies.
+and divides its gradients among the ranks. This module makes optimisers and momentum copies work on this rank's rows.
 """
 
 import copy
@@ -44,7 +43,7 @@ def shard(method: Method) -> None:
         for block in blocks(backbone.model):
             fully_shard(block, mesh=mesh)
     fully_shard(method, mesh=mesh)
-    for target, online in momentum_copies(method):  # an update may come while FSDP has gathered the weights of a module
+    for target, online in momentum_copies(method):  # updated with rows, even while FSDP has gathered the weights
         for module in (target, online):
             module.stored = tuple(module.parameters())  # type: ignore[assignment]
 
@@ -141,7 +140,7 @@ def tensors(state: Any, path: Path = ()) -> Iterable[tuple[Path, Tensor]]:
 
 
 def replace(state: Any, path: Path, tensor: Tensor) -> Any:
-    """Return a copy of a nested state with `tensor` in place of the one at `path`."""
+    """Return a copy of a nested state with `tensor` in place of the tensor at `path`."""
     if not path:
         return tensor
     out = copy.copy(state)  # keeps the attribute `_metadata` of a state_dict

@@ -28,8 +28,7 @@ from eagleray.engine.sharded import replace, tensors
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Tensor]]:
-    """Return a state in which meta tensors, without values, replace sharded tensors, and those tensors by their
-    keys."""
+    """Return a copy of the state with meta tensors, without values, for the sharded ones, and the latter by keys."""
     rows = {keys: x for keys, x in tensors(state) if sharded(x)}
     for keys, x in rows.items():
         state = replace(state, keys, torch.empty(x.shape, dtype=x.dtype, device="meta"))
@@ -67,7 +66,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, settle: Callable[[Path], dict[str, Any]], *, scratch: bool) -> None:
         self.folder, self.settle, self.scratch = folder, settle, scratch
-        self.group: Any = dist.host_group()  # separate, as saving overlaps with training
+        self.group: Any = dist.host_group()  # a group of its own, as saving overlaps with training
         self._thread: threading.Thread | None = None
         self._ruined: list[str] = []  # names of tensors with a NaN in the save that is under way
 
@@ -85,7 +84,7 @@ class ShardWriter:
             shutil.rmtree(old, ignore_errors=True)  # another rank on this machine may delete it too
         self._ruined = ruined({_name(keys): x.to_local() for keys, x in rows.items() if keys[0] == "method"})
         state = {_name(keys): x for keys, x in rows.items()}
-        # The writer gets rows on the host. Copying ahead would open a CUDA context on GPU 0 in torch's own thread.
+        # The rows are on the host, so no copying ahead: it would open a CUDA context on GPU 0 in torch's own thread.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
         return partial(self._finish, folder, future)

@@ -19,7 +19,7 @@ from eagleray.models.batch_norm import sync_batch_norms
 class World:
     """One training process: alone, or one of several ranks that share a process group."""
 
-    spot = False  # whether the cluster announces that it will take a machine away
+    spot = False  # whether the cluster warns before it preempts a machine
     why = ""  # why the previous attempt ended; empty for the first
 
     def __init__(self, device: torch.device, cpus: float | None = None) -> None:
@@ -48,7 +48,7 @@ class World:
         return out
 
     def warned(self) -> bool:
-        """Return whether one of the run's machines is about to be taken away. Called by all ranks together."""
+        """Return whether this rank was warned that the run has to save, as before a preemption. All ranks call it."""
         return False
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Check a sweep before its first trial, in a process that then ends, as methods import PyTorch, which takes memory."""
+"""Check a sweep before its first trial. This runs in a process of its own, whose end frees the memory of PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from eagleray.sweeps.sweep import Sweep, corners, recipe_of
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # keys that only summary.json has
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
-OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # a method's own metrics are left out
+OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # not metrics of single methods
 
 
 def check_sweep(
@@ -78,14 +78,14 @@ def check_objective(sweep: Sweep) -> None:
 
 
 def never_earlier(sweep: Sweep, name: str) -> bool:
-    """Return whether no trial of an alternative evaluates its backbone before its last epoch."""
+    """Return whether all trials of the alternative `name` evaluate their backbones after their last epoch only."""
     trials = [recipe_of(sweep, name, values, name) for values in corners(sweep.alternatives[name].space)]
     return all(r.evaluate.every >= r.optim.epochs for r in trials)
 
 
 def check_data(sweep: Sweep, folder: str | Path) -> None:
-    """Check the first trial of each alternative, which stands for its other trials. Raises UserError when its data is
-    missing or lacks the labels that the objective needs, or when its method cannot be built or take an image size."""
+    """Check the first trial of each alternative, which stands for the others. Raises UserError when its data is missing
+    or lacks the labels that the objective needs, its method cannot be built, or the method rejects the image size."""
     labelled = sweep.objective.key == metrics.MONITOR_KNN or sweep.objective.key.partition("/")[0] in RUN_PROTOCOLS
     for name, b in sweep.alternatives.items():
         recipe = resolve_paths(recipe_of(sweep, name, corners(b.space)[0], f"alternatives.{name}"))

@@ -15,16 +15,16 @@ from eagleray.runs.metrics import KNN_TOP1, MONITOR_KNN
 LABEL_FREE = "label_free"
 RANK, ALIGNMENT, UNIFORMITY = "health/backbone_rank", "health/alignment", "health/uniformity"
 MEASURED = (RANK, ALIGNMENT, UNIFORMITY)
-REFERENCES = (KNN_TOP1, MONITOR_KNN)  # kNN accuracies: label-free measures are compared with the first that is reported
+REFERENCES = (KNN_TOP1, MONITOR_KNN)  # kNN accuracies; measures are compared with the first that enough trials report
 LEAST = 4  # fewest trials for which a rank correlation is computed
 
 
 class LabelFreeAgreement(NamedTuple):
-    """How far label-free measures rank the finished trials of a sweep as their kNN accuracy does."""
+    """How well the ranking of a sweep's finished trials by label-free measures agrees with that by kNN accuracy."""
 
     reference: str  # the key of the kNN accuracy
     trials: int
-    correlations: dict[str, float]  # Spearman's rank correlations by measure, positive where it agrees with kNN
+    correlations: dict[str, float]  # Spearman's rank correlation of each measure with kNN, positive if they agree
 
     def line(self) -> str:
         """Return the correlations as a line of text."""
@@ -33,19 +33,19 @@ class LabelFreeAgreement(NamedTuple):
 
 
 def score(record: Mapping[str, Any]) -> float:
-    """Return the label-free score of a line of metrics.jsonl, higher for better features: the log of RankMe minus the
-    uniformity loss, which is lower for better features. NaN if RankMe or the uniformity is missing."""
+    """Return the label-free score of a line of metrics.jsonl: the log of RankMe minus the uniformity loss. It is higher
+    for better features. NaN if RankMe or the uniformity loss is missing."""
     rank, uniformity = record.get(RANK, math.nan), record.get(UNIFORMITY, math.nan)
     return math.log(rank) - uniformity if rank > 0 else math.nan
 
 
 def objective(record: Mapping[str, Any], key: str) -> float:
-    """Return the metric `key`, or the score if that is LABEL_FREE, of a line of metrics.jsonl. NaN if it is missing."""
+    """Return the metric `key` of a line of metrics.jsonl or, for LABEL_FREE, its score. NaN if that is missing."""
     return score(record) if key == LABEL_FREE else float(record.get(key, math.nan))
 
 
 def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
-    """Return how label-free measures agree with kNN over finished trials, or None if fewer than LEAST have both."""
+    """Return how label-free measures agree with kNN over finished trials; None if fewer than LEAST report both."""
     numbers = [r.get("numbers", {}) for r in rows if r["state"] == "finished"]
     for reference in REFERENCES:
         both = [n for n in numbers if reference in n and math.isfinite(score(n))]
@@ -60,7 +60,7 @@ def agreement(rows: Iterable[Mapping[str, Any]]) -> LabelFreeAgreement | None:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Return Spearman's rank correlation of two lists, from -1 to 1; 0 if all values of a list are equal."""
-    from scipy.stats import rankdata  # takes 0.3 s to import, which only comparisons need
+    from scipy.stats import rankdata  # imported here, as it takes 0.3 s and only comparisons need it
 
     varied = len(set(a)) > 1 and len(set(b)) > 1
     return statistics.correlation(rankdata(a).tolist(), rankdata(b).tolist()) if varied else 0.0

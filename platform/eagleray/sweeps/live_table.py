@@ -30,7 +30,7 @@ class Show:
         self.study, self.live = study, Live(console=out, auto_refresh=False, transient=True)
         self.began: dict[str, tuple[float, int]] = {}  # time.monotonic() and step when a trial was first seen running
         self.tails: dict[str, Tail] = {}  # metrics.jsonl of trials that were seen running
-        self.steps: dict[str, int] = {}  # the newest step in each of these files
+        self.steps: dict[str, int] = {}  # newest step of each trial, from its metrics.jsonl
 
     def __enter__(self) -> "Show":
         if out.is_terminal:
@@ -68,8 +68,8 @@ class Show:
         return table
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its metrics.jsonl on
-        this machine or, if the trials are in object storage, from its last report."""
+        """Return a trial's step, ETA and reason of failure. The step of a running trial comes from its metrics.jsonl
+        or, if that is not on this machine, from its last report."""
         if row["state"] != "running":
             return {"step": row["step"], "eta": "", "why": f": {row['why'][:60]}" if row["why"] else ""}
         path = self.study.folder / "trials" / row["id"] / layout.METRICS
@@ -85,8 +85,8 @@ class Show:
 
 
 def short(keys: list[str]) -> list[str]:
-    """Return column titles for dotted keys: of each key, as few last parts as tell it from all others. A final `.value`
-    is left out."""
+    """Return column titles for dotted keys: the fewest last parts of each key that no other key ends with. A final
+    `.value` is left out."""
     titles = []
     for key in keys:
         parts = key.removesuffix(".value").split(".")

@@ -15,7 +15,7 @@ from eagleray.sweeps.sweep import RANGES, in_words
 COLOURS = (BLUE, RED, "#4a8c3f", "#c27c0e", "#7a5195", "#2a9d8f", "#8c564b", "#555555")  # colours of alternatives
 MARKS = {"finished": "o", "stopped": "v", "running": ".", "waiting": "."}
 COLUMNS = 4  # largest number of panels in a row
-NAMED = 12  # largest number of curves that are all labelled; if there are more, only the best curve is
+NAMED = 12  # largest number of curves that are labelled; if there are more, only the best one is
 PAPER = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
 
 
@@ -68,8 +68,8 @@ def keys(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, 
 
 
 def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw one line per trial across parallel axes, one axis per key; darker lines are better trials. If an alternative
-    lacks a key, its lines are dotted across that key's axis."""
+    """Draw one line per trial across parallel axes, one axis per key; darker lines are better trials. A line is dotted
+    across the axis of a key that the trial's alternative lacks."""
     from matplotlib.figure import Figure
 
     columns = [*drawn_keys(study, rows), study.sweep.objective.key]
@@ -129,8 +129,8 @@ def curves(study: Study, colours: Mapping[str, str]) -> Path:
 
 
 def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Path:
-    """Draw a row for each alternative, the best one on top: its trials as points at their objective, and above them the
-    objective and values of its best trial. Trials that were stopped early are hollow."""
+    """Draw a row for each alternative, the best one on top. Its trials are points with the objective on x, hollow if
+    they were stopped early. Text above them gives the objective and the values of its best trial."""
     from matplotlib.figure import Figure
 
     each = study.best_of_each()
@@ -161,14 +161,14 @@ def alternatives(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mappi
 
 
 def drawn_keys(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the varied keys that at least one trial with a result has."""
+    """Return the keys that vary in the alternative of at least one trial with a result."""
     varied = study.keys()
     return [key for key in varied if any(key in r["values"] for r in rows)]
 
 
 def kinds(study: Study) -> dict[str, str]:
-    """Return the kind of each key, such as log or choice. A key that one alternative draws from a range and another
-    from a list counts as a list."""
+    """Return the kind of each key, such as log or choice. A key that has a range in one alternative and a list in
+    another gets the kind of the list."""
     kinds = [(k, v.kind) for b in study.sweep.alternatives.values() for k, v in b.space.items()]
     return dict(sorted(kinds, key=lambda kind: kind[1] not in RANGES))
 
@@ -187,15 +187,15 @@ class Scale:
         self.log = self.range and kind == "log"
 
     def at(self, value: Any) -> float:
-        """Return the coordinate of a value on matplotlib's axis."""
+        """Return the data coordinate of a value: the value itself or, for a list, its index."""
         if self.range:
             return float(value)
         return (
             self.places[repr(value)] if repr(value) in self.places else self.values.index(value)
-        )  # 1 and 1.0 are equal but differ in repr
+        )  # by equality, as 1 and 1.0 differ in repr
 
     def share(self, value: Any) -> float:
-        """Return the position of a value between 0 for the lowest and 1 for the highest."""
+        """Return the position of a value on an axis, from 0 for the lowest to 1 for the highest value."""
         low, high, x = (float(self.at(v)) for v in (self.values[0], self.values[-1], value))
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(x)

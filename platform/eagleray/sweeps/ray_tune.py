@@ -31,14 +31,14 @@ from eagleray.sweeps.width import TrialWaiting, Width, share
 
 POLL = 0.2  # seconds between two updates of the screen and checks for a request to stop
 AGAIN = 2.0  # seconds between two requests to trials to stop, as some may just have begun
-PENDING = 200  # most trials that wait for resources at a time, for which an autoscaler adds machines
-DEATHS = 3  # deaths of its process that a trial survives; a lost or reclaimed machine does not count
+PENDING = 200  # largest number of trials that wait in Ray; an autoscaler adds machines for them
+DEATHS = 3  # how often a trial continues after its process has died, not counting lost or preempted machines
 DIED = "worker process has died"  # part of Ray's message when a process has died on a machine that is still up
 VARIABLES = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # loggers are not needed, as a trial writes its own files
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that was asked to stop has no metric
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # the last result of a stopped trial has no metric
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",  # the older output can be turned off
+    "RAY_AIR_NEW_OUTPUT": "0",  # selects Tune's older output, which unlike the new one can be turned off
 }
 
 
@@ -46,12 +46,12 @@ Screen = AbstractContextManager[Callable[[], None]]
 
 
 class LocalState:
-    """Objects of the driver's process alone. They are pickled as an empty object; otherwise Tune would write them into
-    a file that nobody reads."""
+    """Objects that only the driver's process uses. Tune pickles them into a file that nobody reads, so they are pickled
+    as an empty object."""
 
     def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
         self.study, self.stop, self.width = study, stop, width
-        self.away = ""  # error of a store that does not answer, if it has stopped the trials
+        self.away = ""  # error of a store whose outage has stopped the trials
         self.command = new_command()
         self.deaths = Counter[str]()  # deaths of each trial's process that count towards DEATHS
 
@@ -73,10 +73,10 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
     with session() as ray, divert_stderr(study.folder / layout.RAY_LOG), screen as show:
         from ray import tune
 
-        _keep_keys()  # imports Ray, and follows `session`, which sets what Ray reads at import: how to authenticate
+        _keep_keys()  # not before `session`, as it imports Ray, which then reads the authentication that `session` sets
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
-        # An autoscaler adds machines for pending trials. Optuna learns from results, so its trials are drawn singly.
+        # An autoscaler adds machines for pending trials. Only one is pending with Optuna, which learns from results.
         pending = 1 if study.sweep.search == "optuna" else min(most or PENDING, PENDING)
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(pending)
         local = LocalState(study, stop, Width(study.sweep, most, lambda: machines(ray)))
@@ -114,7 +114,7 @@ def _keep_keys() -> None:
 
 def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
     """Run Tune in a thread of its own, as in the main thread it would handle Ctrl-C itself. When `local.stop` is set,
-    all running trials are asked to save and stop. Raises Outage when the reason is a store that does not answer."""
+    all running trials are asked to save and stop. Raises Outage if it was set because a store does not answer."""
     ended, asked = begin(tuner.fit, "ray-tune"), -math.inf
     while not ended.done():
         wait([ended], POLL)
@@ -133,7 +133,7 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
 
 
 def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings that are sent to the process of a trial. `command` is the id of the user's command."""
+    """Return what the process of a trial gets: recipe, values and so on. `command` is the id of the user's command."""
     recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
     reports = study.reports.get(row["id"], [])
     return {
@@ -151,7 +151,7 @@ def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[s
 
 
 def searcher(local: LocalState) -> Any:
-    """Return a searcher that gives Tune the study's trials in order, as long as fewer run than `local.width` allows."""
+    """Return a searcher that gives Tune the next trial of the study when fewer run than `local.width` allows."""
     from ray.tune.search import Searcher
 
     class Rows(Searcher):  # type: ignore[misc]
@@ -163,7 +163,7 @@ def searcher(local: LocalState) -> Any:
             row = local.study.next()
             if row is None:
                 return Searcher.FINISHED
-            if row["starts"]:  # an earlier driver may have left FAILED; this one counts deaths from 0
+            if row["starts"]:  # remove FAILED of an earlier driver, as this one counts deaths from 0
                 run_store(local.study.trial(row["id"])).delete(layout.FAILED)
             return {"row": trial_settings(local.study, row, local.command)}
 
@@ -180,7 +180,7 @@ def searcher(local: LocalState) -> Any:
 
 
 def stopper(local: LocalState) -> Any:
-    """Return an object that makes Tune stop when `local.stop` is set, and sets it after the sweep's `hours`."""
+    """Return an object by which Tune stops when `local.stop` is set. It sets `local.stop` after the sweep's `hours`."""
     from ray.tune import Stopper
 
     end = time.monotonic() + 3600 * (local.study.sweep.hours or math.inf)
@@ -212,7 +212,7 @@ def journal(local: LocalState) -> Any:
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
-            if "away" in result:  # the other trials would each wait for the same store
+            if "away" in result:  # stop all trials, as each would wait for the same store
                 local.away = f"trial {name}: {result['away']}"
                 local.stop.set()
             if "value" in result:
@@ -237,7 +237,7 @@ def journal(local: LocalState) -> Any:
             local.study.note(f"trial {name}: {why}")
             local.study.set(name, state="waiting")
             local.deaths[name] += counts
-            if local.deaths[name] > DEATHS:  # Tune starts the trial once more, which ends when it sees FAILED
+            if local.deaths[name] > DEATHS:  # Tune starts the trial once more, but then FAILED ends it at once
                 trial.max_failures = 0
                 with suppress(Outage, OSError):
                     run_store(local.study.trial(name)).put(layout.FAILED, f"{why} {DEATHS + 1} times")
@@ -275,14 +275,13 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 def trainable(tracking: Tracking, each: dict[str, float]) -> Any:
-    """Return the class that Tune runs. Its process reserves the resources `each` and runs one trial after another.
-    `tracking` is passed as a parameter, because the tracking server's address may contain a password, and Tune does not
-    write parameters into its files."""
+    """Return the class that Tune runs in processes with the resources `each`, one trial after another. `tracking` goes
+    through `with_parameters`, as its URL may have a password, and Tune does not write parameters into its files."""
     from ray import tune
 
     class TuneTrial(tune.Trainable):  # type: ignore[misc]
         def setup(self, config: dict[str, Any], tracking: Tracking) -> None:  # type: ignore[override]
-            from eagleray.sweeps.trial import Trial  # imports PyTorch, which the driver does not need
+            from eagleray.sweeps.trial import Trial  # imported here, as the driver does without PyTorch
 
             self.begin = lambda row: Trial(self.trial_name, row, tracking)
             self.pretraining = self.begin(config["row"])

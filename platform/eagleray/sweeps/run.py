@@ -30,8 +30,8 @@ from eagleray.sweeps.sweep_dir import open_sweep_dir
 
 
 def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
-    """Run or continue a sweep. Returns its folder, its best trial, all trials, and whether all trials have ended, which
-    is false if the sweep was asked to stop before. Raises UserError when the sweep cannot be run."""
+    """Run or continue a sweep. Returns its folder, its best trial, all trials, and whether all of them have ended,
+    which is false after a request to stop. Raises UserError when the sweep cannot be run."""
     folder = store.absolute(sweep.out or "").rstrip("/")
     place = run_store(folder)
     place.check_writable()
@@ -43,7 +43,7 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
         check_same(study)
         if study.open_trials():
             check_begun(study, resume)
-            machine = checked(study, objective=not rows)  # the objective was checked before the first trial
+            machine = checked(study, objective=not rows)  # a sweep with trials has had its objective checked
         begin(study)
         if not study.open_trials():
             out.print(f"done already: all {count_trials(sweep)} trials in {folder} have ended", markup=False)
@@ -55,9 +55,8 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
 
 
 def checked(study: Study, *, objective: bool) -> dict[str, Any]:
-    """Check the data of a sweep and, if `objective`, its objective, in a process that then ends: drivers on a cluster's
-    head share its memory, so they do not import PyTorch. Returns the contents of environment.json. Raises UserError and
-    Outage."""
+    """Check the data of a sweep and, if `objective`, its objective. Another process does it, as it needs PyTorch, and
+    drivers share the memory of a cluster's head. Returns what environment.json holds. Raises UserError and Outage."""
     given = config.to_plain(study.sweep), plugins.pack(study.plugins()), study.out, objective, out.quiet
     return child.call("eagleray.sweeps.checks:check_sweep", *given)  # type: ignore[no-any-return]
 
@@ -124,7 +123,7 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
 
 
 def register_best(study: Study, trial: str, name: str) -> None:
-    """Register the model of the best trial in MLflow."""
+    """Register the model of the trial `trial` in MLflow's registry, as a new version of the model `name`."""
     tracking = tracking_of(study.folder)
     sweep = read_note(study.folder / layout.MLFLOW, tracking.uri).get("run_id")
     with side_work(f"warning: sweep.register={name}: trial {trial} is not registered", say):
@@ -166,7 +165,7 @@ def check_begun(study: Study, resume: bool) -> None:
 
 @contextmanager
 def screen(study: Study, stop: threading.Event) -> Iterator[Show]:
-    """A context that shows the trials. The first signal, such as Ctrl-C, asks all of them to save and stop."""
+    """A context that shows the trials. The first signal, such as Ctrl-C, sets `stop`, and all trials save and stop."""
     with (
         stop_on_signal(stop.set, "stopping: every trial saves a checkpoint after its current step"),
         Show(study) as show,

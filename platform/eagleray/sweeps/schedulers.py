@@ -1,6 +1,6 @@
 """The schedulers of Ray Tune that stop the trials of a sweep early.
 
-They measure time in per cent of a trial's steps, as trials with different batch sizes differ in their number of steps.
+Their unit of time is one per cent of a trial's steps, whose number depends on the trial's batch size.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def scheduler(local: "LocalState") -> Any:
-    """Return the scheduler of a sweep for Ray Tune."""
+    """Return the scheduler for Ray Tune that a sweep's keys `scheduler` and `apart` select."""
     from ray.tune import schedulers
 
     sweep = local.study.sweep
@@ -22,11 +22,11 @@ def scheduler(local: "LocalState") -> Any:
 
 
 def _asha(local: "LocalState", names: Collection[str]) -> Any:
-    """Return ASHA for the trials of the alternatives `names`."""
+    """Return an ASHA scheduler for the trials of the alternatives `names`."""
     from ray.tune import schedulers
 
     class Remembering(schedulers.ASHAScheduler):  # type: ignore[misc]
-        """ASHA that also knows the results of trials from earlier processes."""
+        """ASHA that also compares with trials of earlier processes, from which a sweep is continued."""
 
         complete = False
 
@@ -39,7 +39,7 @@ def _asha(local: "LocalState", names: Collection[str]) -> Any:
             self.add(controller, trial, trial.config["row"]["id"])
 
         def add(self, controller: Any, trial: Any, name: str) -> None:
-            """Add a trial with all results that it has reported so far, also in earlier processes."""
+            """Add the trial `name` to ASHA, with all results that it has reported so far, in earlier processes too."""
             super().on_trial_add(controller, trial)
             for r in local.study.reports.get(name, []):
                 super().on_trial_result(controller, trial, {"percent": r["percent"], "value": r["value"]})
@@ -47,15 +47,15 @@ def _asha(local: "LocalState", names: Collection[str]) -> Any:
     sweep = local.study.sweep
     return Remembering(
         time_attr="percent",
-        max_t=101,  # percent; above 100, as a trial at 100 ends by itself
+        max_t=101,  # percent of the steps at which ASHA ends a trial: never, as trials end at 100
         grace_period=100 * sweep.grace,  # type: ignore[arg-type]
         reduction_factor=sweep.reduction,
     )
 
 
 def _apart(local: "LocalState", each: dict[str, Any]) -> Any:
-    """Return a scheduler that passes each trial to `each[name]`, the scheduler of its alternative. So an alternative
-    that learns slowly at first does not lose its trials to faster alternatives."""
+    """Return a scheduler that passes each trial to `each[name]`, the scheduler of its alternative. So trials of
+    an alternative that learns slowly at first are not stopped in favour of faster alternatives."""
     from ray.tune import schedulers
 
     class Apart(schedulers.FIFOScheduler):  # type: ignore[misc]

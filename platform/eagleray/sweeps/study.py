@@ -21,7 +21,7 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.sweeps.sweep import Sweep, count_trials, suggest
 
-DONE = ("finished", "stopped", "failed")  # finished: after all steps; stopped: early, by the scheduler
+DONE = ("finished", "stopped", "failed")  # end states: after all steps, early by the scheduler, with an error
 GROWS = ("trials", "hours", "gpus", "out", "register")  # keys of a sweep that may differ when it is continued
 
 
@@ -38,9 +38,9 @@ class Study:
         upload: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`out` is a folder or URL; `folder` is a copy of it on this machine, by default the copy of the command that
-        runs the sweep. `upload` is called to store the files when a trial has changed its state, and `note` with a line
-        of text for each event of a trial."""
+        """`out` is a folder or URL. `folder` is a copy on this machine, by default the one that `eagleray tune` writes.
+        `upload`, which stores the files, is called when a trial has changed its state, and `note` with a line of text
+        for each event of a trial."""
         self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
         self.upload, self.note = upload, note
@@ -61,8 +61,8 @@ class Study:
         return f"{self.trials}/{name}"
 
     def next(self) -> dict[str, Any] | None:
-        """Return the row of the next trial to run, an interrupted or a new one, or None when all have been started. The
-        values of the trial are stored first, so that it keeps them if the sweep continues on another machine."""
+        """Return the row of an interrupted trial or, without one, of a new trial; None when no trial is left to begin.
+        The row is stored first, so that the trial keeps its values if the sweep continues on another machine."""
         row = self._next()
         if row:
             self.suggested.add(row["id"])
@@ -95,7 +95,7 @@ class Study:
             self.upload()
 
     def wait_again(self) -> None:
-        """Set all trials that are not done to waiting, such as those that ran when the previous process ended."""
+        """Set all trials that are not done to waiting. Some may be `running` still, since an earlier process ended."""
         with self.lock:
             for row in self.rows.values():
                 row["state"] = row["state"] if row["state"] in DONE else "waiting"
@@ -115,7 +115,7 @@ class Study:
         files.write_atomic(self.folder / SWEEP_ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))
 
     def open_trials(self) -> int:
-        """Return how many trials are not done; 0 if a continued sweep has fewer trials than are done already."""
+        """Return how many trials are not done; 0 if the sweep was continued with `trials` set below the number done."""
         with self.lock:
             return max(count_trials(self.sweep) - sum(r["state"] in DONE for r in self.rows.values()), 0)
 
@@ -134,8 +134,8 @@ class Study:
         return sorted(through, key=lambda r: r["metric"], reverse=self.sweep.objective.mode == "max")
 
     def best_of_each(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each alternative, the best alternative first. It says how many trials the alternative
-        has and how many took all their steps (`finished`), and has metric, id and values of the best finished trial."""
+        """Return a dictionary for each alternative, the best one first: its name, its number of trials, how many took
+        all their steps (`finished`), and the metric, id and values of the best of these trials."""
         sign, found = 1 if self.sweep.objective.mode == "max" else -1, []
         for name in self.sweep.alternatives:
             rows = [r for r in self.rows.values() if r["alternative"] == name]
@@ -158,7 +158,7 @@ class Study:
 def check_same(study: Study) -> None:
     """Raises UserError, with the keys that differ, when the folder holds trials of another sweep."""
     stored = study.folder / SWEEP
-    if study.rows and stored.exists():  # a sweep without trials may be replaced
+    if study.rows and stored.exists():  # another sweep may replace one that has no trials yet
         differ = config.differences(_identity(config.load(Sweep, stored)), _identity(study.sweep))
         if differ:
             raise UserError(f"out={study.out}: holds another sweep: {differ}; give another out=")
@@ -177,7 +177,7 @@ def _identity(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_best(study: Study, recipe: Recipe, best: Mapping[str, Any], *, workers: int | str) -> Path:
-    """Write best.yaml, the resolved recipe of the best trial, for a run next to the trials."""
+    """Write best.yaml, the resolved recipe of the best trial, with `out` in the sweep's folder and these `workers`."""
     tree = config.to_plain(recipe) | {"out": f"{study.out}/best", "workers": workers}
     text = f"# Trial {best['id']} of {study.name}: {study.sweep.objective.key} {best['metric']:.6g}.\n"
     path = study.folder / SWEEP_BEST

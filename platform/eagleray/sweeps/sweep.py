@@ -32,14 +32,14 @@ VARIED = re.compile(r"(?:alternatives\.([^.]+)\.)?space\.(.+)")
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a key may have: those of a list (kinds choice and grid), or those from low to high (kinds
-    uniform, log and integer)."""
+    """The values that a key may have: those of a list (kinds choice and grid), or those of a range from low to high
+    (kinds uniform, log and integer)."""
 
     kind: str
     options: tuple[Any, ...]
 
     def draw(self, rng: random.Random) -> Any:
-        """Draw a random value."""
+        """Return a random value; a float is rounded to four significant digits."""
         if self.kind not in RANGES:
             return rng.choice(self.options)
         low, high = self.options
@@ -120,7 +120,7 @@ class Sweep(Branch):
     grace: Annotated[float, Field(gt=0, lt=1)] = 0.1  # asha: share of a trial's steps before it is first compared
     reduction: Annotated[float, Field(gt=1)] = 3.0  # asha: of this many compared trials, one continues
     apart: bool = False  # asha: trials are compared only within their alternative
-    trials: PositiveInt | None = None  # None: 16, or all points of a grid
+    trials: PositiveInt | None = None  # number of trials; None: 16, or all points of a grid
     seed: NonNegativeInt = 0  # seed of the search; the seed of a trial is a key of its recipe
     cpus: PositiveInt = 1  # CPU threads of each trial, or of each of its workers
     gpus: Annotated[float, Field(gt=0, le=1)] | None = None  # share of a GPU for each trial; None: a whole GPU
@@ -141,9 +141,9 @@ class Sweep(Branch):
 
 
 def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Sweep:
-    """Return the sweep with its recipes read; a sweep without alternatives gets one. An override is `out`, `sweep.KEY`
-    for a key of the sweep, or a key of the recipe, which then has that value in all trials. `plugins` are added to
-    those of every recipe. Raises UserError when the sweep or one of its recipes is wrong."""
+    """Return a sweep, given by file or name, with its recipes resolved. If it has no alternatives, it gets one without
+    a name. An override sets `out`, a key of the sweep (`sweep.KEY`), or a key of the recipe in all trials. `plugins`
+    are added to those of every recipe. Raises UserError when the sweep or one of its recipes is wrong."""
     path = bundled.find_sweep(name)
     pinned: dict[str, Any] = {}
     tree = config.read(path)
@@ -164,8 +164,8 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
 
 
 def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
-    """Return the tree of a sweep with a key changed. `space.KEY` sets the values of a recipe's key in every
-    alternative, `alternatives.NAME.space.KEY` in one. Raises UserError when there is no such alternative."""
+    """Return the tree of a sweep with the value of a key replaced by the YAML `text`. `space.KEY` sets the values of a
+    recipe's key in every alternative, `alternatives.NAME.space.KEY` in one. Raises UserError for an unknown NAME."""
     if not (found := VARIED.fullmatch(key)):
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
@@ -177,7 +177,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     if name and name not in alternatives:
         raise UserError(f"sweep.alternatives.{name}: no such alternative{config.nearest(name, [*alternatives])}")
     names = [name] if name else [n for n, branch in alternatives.items() if varied in (branch.get("space") or ())]
-    for given in (dict[str, Any](), values):  # the empty mapping first, to remove values of another kind
+    for given in (dict[str, Any](), values):  # {} first removes the old values, as `merge` would keep them
         space = {"space": {varied: given}}
         if names:
             tree = config.merge(tree, {"alternatives": dict.fromkeys(names, space)})
@@ -189,8 +189,8 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 def _join(
     sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
 ) -> Branch:
-    """Return an alternative in full: its recipe, with the fixed values of the sweep, of the alternative and of the
-    overrides put in, in this order, and all keys that vary in it."""
+    """Return an alternative with its resolved recipe and all its keys that vary. Values of the recipe are replaced by
+    the fixed ones of the sweep, then of the alternative `own`, then by those of the overrides `pinned`."""
     name, beside = own.recipe or sweep.recipe, path.parent
     if not name:
         raise UserError(f"{path.name}: {where}recipe: missing; expected a name of `eagleray list recipes`, or a file")
@@ -210,11 +210,11 @@ def _join(
     if listed:  # resolved here, as trials find plug-ins by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # written to sweep.yaml
+    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # with plain values, for sweep.yaml
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a tree with values put in at dotted keys."""
+    """Return a copy of a tree in which `values`, by dotted key, are merged."""
     out = dict(tree)
     for key, value in values.items():
         for part in reversed(key.split(".")):
@@ -239,8 +239,8 @@ def count_trials(sweep: Sweep) -> int:
 
 
 def check(sweep: Sweep, source: str) -> None:
-    """Check the keys that vary, and build recipes from their extreme values. Raises UserError when a key cannot vary or
-    cannot be searched in this way, or when such a recipe is wrong."""
+    """Check the keys that vary, and build recipes from their extreme values. Raises UserError for a key that cannot
+    vary or whose kind does not suit `search`, or when such a recipe is wrong. Messages begin with `source`."""
     for name, branch in sweep.alternatives.items():
         where = f"{source}: " + f"alternatives.{name}: " * bool(name)
         if not branch.space:
@@ -261,15 +261,15 @@ def check(sweep: Sweep, source: str) -> None:
 
 
 def corners(space: Space) -> list[dict[str, Any]]:
-    """Return combinations of extreme values: each value of every list and each end of every range, once with the first
-    value of all other keys and once with the last."""
+    """Return values of all keys with which to test a recipe. Each value of a list and each end of a range is combined
+    with the first values of all other keys, and with their last values."""
     first = {k: v.options[0] for k, v in space.items()}
     last = {k: v.options[-1] for k, v in space.items()}
     return [first, last] + [{**base, k: x} for k, v in space.items() for x in v.options for base in (first, last)]
 
 
 def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the alternative and the values of trial `number`, from 0. Only Optuna uses the `rows` of other trials."""
+    """Return the alternative and the values of the trial with index `number`. Only Optuna uses other trials' `rows`."""
     if sweep.search == "grid":
         points = (
             (name, dict(zip(b.space, point, strict=True)))
@@ -280,12 +280,12 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
     if sweep.search == "optuna":
         return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
-    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # they take turns, so that chance omits none
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # in turns: chance might omit one
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 
 def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Suggest a trial with Optuna. Its state is rebuilt from the rows of the other trials, so nothing is saved."""
+    """Return what `suggest` does, with Optuna. Its state is not saved but rebuilt from the rows of the other trials."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("search=optuna: optuna is not installed; `pip install eagleray[tune]` installs it")
     import optuna

@@ -22,8 +22,8 @@ STORED = (*SWEEP_FILES, layout.ENVIRONMENT, layout.MLFLOW)
 
 
 def sweep_folder(out: str) -> Path | None:
-    """Return the folder of the sweep in `out`, for a URL a copy on this machine; None if `out` holds no sweep. Raises
-    UserError and Outage when `out` cannot be read."""
+    """Return the folder of the sweep in `out`, or a copy on this machine if `out` is a URL; None if it holds no sweep.
+    Raises UserError and Outage when `out` cannot be read."""
     run = run_store(out)
     return run.fetch() if may_be_folder(out) and run.get(SWEEP) is not None else None
 
@@ -49,7 +49,7 @@ class Uploads(Background):
                         self.sent[name] = now
 
     def upload(self) -> None:
-        """Store the changed files now. A failure is only a warning, as the next upload tries again."""
+        """Store the changed files now. A failure is only logged, as the next call stores the files that are missing."""
         try:
             self.tick()
         except (UserError, Outage, OSError) as e:
@@ -58,8 +58,8 @@ class Uploads(Background):
 
 @contextmanager
 def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
-    """A context in which no other command works on the sweep in `out`. Yields a function that uploads changed files.
-    Raises UserError when another command works on the sweep."""
+    """A context that reserves the sweep in `out` for this command, and yields a function that uploads changed files.
+    Raises UserError when another command has reserved it."""
     run = run_store(out)
     with ExitStack() as stack:
         with files.writing(f"out={out}"):

@@ -1,4 +1,4 @@
-"""Run a trial of a sweep: one thread pretrains while another reports its metrics to Ray Tune."""
+"""Run a trial of a sweep: one thread pretrains, and another reports the objective to Ray Tune."""
 
 import contextlib
 import gc
@@ -45,26 +45,26 @@ class Trial:
         self.thread: threading.Thread | None = None
         self.steps, self.summary, self.failure = 0, dict[str, Any](), ""
         self.away = ""  # error of a store or server whose outage ended the run, which can continue later
-        self.leaves: Preempted | Superseded | None = None  # raised if another process has to continue the run
+        self.leaves: Preempted | Superseded | None = None  # the error to raise if another process continues the run
         try:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
             self.recipe = config.check(Recipe, tree, f"trial {name}")
-        except UserError as e:  # e.g. a plug-in imports a package that this machine lacks
+        except UserError as e:  # such as from a plug-in that needs a package which this machine lacks
             self.failure = line(e)
         self.history = ObjectiveHistory(settings["objective"])
         self.began = time.monotonic()
 
     @property
     def folder(self) -> Path:
-        """Return the folder on this machine with the run's metrics: the run's own, or a copy if the run has several
-        workers, which may be on other machines."""
+        """Return the folder on this machine with the run's metrics: the one that the run writes or, if the run has
+        several workers, which may be on other machines, a copy."""
         return self.store.view if self.recipe.ranks[1] > 1 else self.store.work
 
     def begin(self) -> None:
         """Write the recipe into the trial's folder and start the run's thread, unless the trial has failed for good."""
         free_resources(self.out)
-        if why := self.store.get(layout.FAILED):  # the trial has failed for good, as when its process died too often
+        if why := self.store.get(layout.FAILED):  # such as when the trial's process has died too often
             self.failure = why
             return
         for left in (layout.STOP, layout.FAILURE):
@@ -76,7 +76,7 @@ class Trial:
         self.thread.start()
 
     def _work(self) -> None:
-        """Pretrain, and keep the summary or the error's text: the error object would keep the network in memory."""
+        """Pretrain, and keep the summary or the error's text, as the error itself would keep the network in memory."""
         try:
             self.steps = make_plan(self.recipe).steps
             self.summary = finished_summary(self.out, self.steps) or self._pretrain() or {}
@@ -90,7 +90,7 @@ class Trial:
             self.store.fetch(work=self.folder == self.store.work)
 
     def _pretrain(self) -> dict[str, Any] | None:
-        """Pretrain in this process, or on Ray Train's workers if there are several. Returns None if stopped."""
+        """Pretrain in this process or, with several workers, by Ray Train. Returns the summary; None if stopped."""
         import ray
 
         how = {"tracking": self.tracking, "command": self.settings["command"]}
@@ -122,7 +122,7 @@ class Trial:
             time.sleep(POLL)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far that have the objective."""
+        """Return the lines that metrics.jsonl has so far, without those that lack the objective."""
         return self.history.lines(self.folder / layout.METRICS) if self.steps else []
 
     def result(self, step: int, percent: float, value: float) -> dict[str, Any]:
@@ -132,8 +132,8 @@ class Trial:
         return result | {"seconds": round(time.monotonic() - self.began, 1)}
 
     def last(self) -> dict[str, Any]:
-        """Return the result that ends the trial: its final value, its failure, that it was asked to stop, or that it
-        has to wait for a store. Raises Preempted and Superseded when another process has to continue."""
+        """Return the result that ends the trial: with the final value, with the error of a store that does not answer,
+        or with neither if the trial has failed or was asked to stop. Raises what `next` raises."""
         key = self.settings["objective"]
         if self.leaves:
             raise self.leaves
@@ -143,7 +143,7 @@ class Trial:
             return {"done": True, "percent": self.reported}
         values = [] if self.failure else [objective(r, key) for r in self.records()]
         value = self.summary.get(key, values[-1] if values else None)
-        if self.failure or value is None:  # not raised, as Tune would restart the trial, which would fail again
+        if self.failure or value is None:  # after an error Tune would restart the trial, which would fail again
             why = self.failure or f"objective.key={key}: the run never reported this metric"
             self.store.put(layout.FAILED, why)
             return {"done": True, "percent": self.reported}
@@ -162,16 +162,16 @@ class Trial:
 
 
 class ObjectiveHistory:
-    """The lines of a growing metrics.jsonl that have a metric. Each line is parsed once."""
+    """The lines of a growing metrics.jsonl that have the metric `key`. Each line is parsed once."""
 
     def __init__(self, key: str) -> None:
         self.key, self.inode = key, 0
         self.tail: files.Tail | None = None
         self.records: list[dict[str, Any]] = []
-        self.latest: dict[str, float] = {}  # newest label-free measures and kNN accuracies, by key
+        self.latest: dict[str, float] = {}  # newest value of each label-free measure and kNN accuracy
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines so far. A restarted run replaces the file, which is then read from the start."""
+        """Return the lines that have the metric. A file that a restarted run has replaced is read anew."""
         if not path.exists():
             return []
         stat = path.stat()
@@ -184,8 +184,8 @@ class ObjectiveHistory:
 
 
 def free_memory() -> None:
-    """Free the network of a run that has ended. Its hooks and optimiser refer to each other, so only the garbage
-    collector can free them."""
+    """Free the memory of a run that has ended. Network, hooks and optimiser refer to each other, so only the garbage
+    collector frees them."""
     gc.collect()
     give_back()
     if torch.accelerator.is_available():

@@ -8,7 +8,7 @@ from eagleray.runs.run_store import run_store
 
 
 def finished_summary(out: str, steps: int = 0) -> dict[str, Any] | None:
-    """Return the summary of a trial that has taken at least `steps` steps, on any machine, or None."""
+    """Return the summary of a trial that has finished after at least `steps` steps, on any machine, else None."""
     text = run_store(out).get(layout.SUMMARY)
     return summary.if_finished(summary.parse_summary(text, f"{out}/{layout.SUMMARY}"), steps)
 

@@ -1,4 +1,4 @@
-"""Connects a trial that trains in its own process, a Ray actor, to the cluster: warnings come in, metrics go out."""
+"""Connects a trial that trains in a Ray actor's process to Ray, which warns of preemption and exports metrics."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from eagleray.runs.recipe import Recipe
 
 
 class Notice(Background):
-    """Asks Ray in a thread whether this machine will be taken away, as the answer may take minutes while Ray's head is
+    """A thread that asks Ray whether this machine will be preempted, as the answer may take minutes while Ray's head is
     unavailable. Ray has no public function for this; Ray Train uses the same private one for its own runs."""
 
     seconds = 2.0
@@ -30,7 +30,7 @@ class Notice(Background):
 
 
 class TrialWorld(World):
-    """A trial's training process, a Ray actor. It saves before its machine is taken away, and exports its metrics."""
+    """A trial's training process, a Ray actor. It saves before its machine is preempted, and exports its metrics."""
 
     spot = True
 
@@ -41,7 +41,7 @@ class TrialWorld(World):
         self.gauges: Gauges | None = None
 
     def warned(self) -> bool:
-        """Return whether Ray's head has answered that this machine will be taken away."""
+        """Return whether Ray's head has answered that this machine will be preempted."""
         return self.notice.come
 
     def show(self, record: Mapping[str, Any], steps: int) -> None:
@@ -49,7 +49,7 @@ class TrialWorld(World):
         self.gauges.update(record)
 
     def close(self) -> None:
-        """Stop asking, and close the gauges, as this process runs other trials after this one."""
+        """Stop asking about preemption, and close the gauges, as this process runs other trials after this one."""
         self.notice.close()
         if self.gauges:
             self.gauges.close()

@@ -13,14 +13,14 @@ from eagleray.runs.run_store import run_store
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, recipe_of
 
-MEMORY = 2**20  # bytes that a trial with workers asks for, as Ray requires some; its workers ask for the rest
+MEMORY = 2**20  # bytes that a trial with workers asks for, as Ray requires some; its workers ask for GPUs and CPUs
 LOOK = 2.0  # seconds between two checks whether a trial has room
-QUIET = 30.0  # seconds without a running trial after which a line says what trials wait for
+QUIET = 30.0  # seconds without a trial that has its resources, after which a line says what trials wait for
 
 
 def share(sweep: Sweep, nodes: Sequence[Mapping[str, float]], *, joined: bool) -> dict[str, float]:
-    """Return the resources that one trial asks Ray for. On a cluster (`joined`) trials may wait for machines that join
-    it. Raises UserError when no machine can have room for a trial, or keys on GPUs and workers conflict."""
+    """Return the resources that one trial asks Ray for. `joined` says that Ray is a cluster, where trials may wait for
+    new machines. Raises UserError when no machine can have room for a trial, or `gpus` and `workers` conflict."""
     wanted = first_recipes(sweep)
     workers = max(r.ranks[1] for r in wanted)
     if workers > 1:
@@ -67,16 +67,17 @@ class Width:
     """Computes how many trials may run at a time, which changes as machines join and leave."""
 
     def __init__(self, sweep: Sweep, most: int | None, nodes: Callable[[], Sequence[Mapping[str, float]]]) -> None:
-        """`most` is the user's limit, or None."""
+        """`most` is the user's limit or None, and `nodes` returns the resources of each machine that is up."""
         self.most, self.nodes = most or sys.maxsize, nodes
         wanted = first_recipes(sweep)
         self.workers = max(r.ranks[1] for r in wanted)
-        self.waits = any(r.gpus for r in wanted)  # whether trials wait for GPUs that are not up yet
+        self.waits = any(r.gpus for r in wanted)  # whether trials may wait for machines with GPUs that are not up yet
 
     def now(self) -> int:
-        """Return how many trials may run now. With one worker each, it is the user's limit, as Ray lets trials wait
-        until they fit. With several workers each, it is as many as the GPUs can hold, at least one; with gpus=true, the
-        user's limit or, without a limit, one more than the GPUs can hold, for which an autoscaler adds machines."""
+        """Return how many trials may run now. With one worker each, it is the user's limit, as Ray lets trials wait.
+
+        With several workers each, it is as many as the GPUs can hold, but at least one. With gpus=true, it is the
+        user's limit or, without one, a trial more than the GPUs can hold, so that an autoscaler adds machines."""
         if self.workers <= 1 or (self.waits and self.most < sys.maxsize):
             return self.most
         fit = int(sum(n.get("GPU", 0) for n in self.nodes())) // self.workers
@@ -84,7 +85,7 @@ class Width:
 
 
 class TrialWaiting:
-    """Prints once what the trials wait for, when none has got its resources for QUIET seconds. A trial with several
+    """Prints once what the trials wait for, if none has got its resources within QUIET seconds. A trial with several
     workers has its resources when its workers have theirs."""
 
     def __init__(
@@ -94,7 +95,7 @@ class TrialWaiting:
         nodes: Callable[[], Sequence[Mapping[str, float]]],
         show: Callable[[], None],
     ) -> None:
-        """`each` has the resources of a trial by Ray's names; each call of this object calls `show`."""
+        """`each` has the resources of a trial by Ray's names. `show` is called whenever this object is called."""
         self.study, self.each, self.nodes, self.show = study, each, nodes, show
         self.since = self.looked = time.monotonic()
         self.largest = max(first_recipes(study.sweep), key=lambda r: r.ranks[1])
