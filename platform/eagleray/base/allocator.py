@@ -4,9 +4,10 @@ import ctypes
 import sys
 from typing import Any
 
-# Arguments of glibc's mallopt. By default glibc maps each block above M_MMAP_THRESHOLD, which is at most 32 MiB,
-# separately, and unmaps it when it is freed.
-MMAPS, TRIM = (-4, 0), (-1, 2**30)  # (M_MMAP_MAX, 0 blocks) and (M_TRIM_THRESHOLD, 1 GiB)
+# Arguments of glibc's mallopt, (parameter, value). By default glibc gives each block above M_MMAP_THRESHOLD, which is
+# at most 32 MiB, a mapping of its own, and unmaps it when it is freed. M_MMAP_MAX = 0 allows no such mappings.
+# M_TRIM_THRESHOLD = 1 GiB lets glibc keep so much free memory at the end of the heap.
+MMAPS, TRIM = (-4, 0), (-1, 2**30)
 
 
 def keep_freed_memory() -> bool:
@@ -22,11 +23,11 @@ def keep_freed_memory() -> bool:
 def give_back() -> None:
     """Return the memory of freed tensors to the system.
 
-    Each thread has its own arena in glibc, whose free memory other threads cannot always use."""
+    glibc keeps free memory in an arena per thread, where other threads cannot always use it."""
     if trim := _of_glibc("malloc_trim"):
         trim(0)
 
 
 def _of_glibc(name: str) -> Any:
-    """Return a function of the C library, or None if it has none of this name."""
+    """Return the function `name` of the C library. None: it has no such function, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -1,4 +1,4 @@
-"""Run functions in float32 under autocast on any device, and tell the dtype of matrix products."""
+"""Run functions in float32 where autocast is on, and tell the dtype of matrix products."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def in_float32(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with x: autocast's if autocast is on, otherwise that of x."""
+    """Return the dtype of matrix products with x: autocast's dtype if autocast is on, otherwise the dtype of x."""
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else x.dtype

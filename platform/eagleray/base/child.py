@@ -18,7 +18,7 @@ from eagleray.base.errors import Outage, UserError
 STOPS = (signal.SIGINT, signal.SIGTERM)  # sent to a whole process group by Ctrl-C, `timeout` and Slurm
 PYTHON = (sys.executable, "-c")
 
-# The beginning of a program: a thread kills the process when its parent, whose id is the first argument, has ended.
+# Code put before a Python program: a thread kills the process when its parent has ended. Argument 1 is the parent's id.
 WATCH = """
 def _watch():
     import os, signal, sys, threading, time
@@ -33,8 +33,8 @@ _watch()
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does, in a process group of its own and with SIGINT and SIGTERM blocked. Any
-    error while waiting for the command, such as a timeout, kills it."""
+    """Run a command as `subprocess.run` does, but in a process group of its own and with SIGINT and SIGTERM blocked. An
+    error while waiting for the command, such as a timeout, kills the command."""
     with without_stop_signals():
         process = subprocess.Popen(command, process_group=0, **_pipes(options))
     with process, on_error(process.kill):
@@ -53,8 +53,8 @@ def run_python(
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Call a function, given as `module:name`, in a new process, which then ends and so frees what it imported. Return
-    the result. Raises the UserError, Outage or RuntimeError of the function, and RuntimeError when the process dies."""
+    """Call a function, given as `module:name`, in a new process and return the result. What it imports is freed when
+    the process ends. Raises the function's UserError, Outage or RuntimeError, and RuntimeError if the process dies."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer"
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -82,15 +82,15 @@ def serve() -> None:
 
 
 def words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why a process failed: the last line of its stderr, or its status if it wrote none or a signal ended it."""
+    """Return why a process failed: the last line of its stderr. If it wrote none, or a signal ended it: its status."""
     said = done.stderr.strip().splitlines() if done.returncode > 0 else []
     return said[-1] if said else f"its process ended with status {done.returncode}"
 
 
 @contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """A context in which this thread blocks SIGINT and SIGTERM. Processes that it starts have them blocked for good,
-    from the beginning on."""
+    """A context in which this thread blocks SIGINT and SIGTERM. Processes started in it inherit the blocked signals and
+    keep them blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -99,7 +99,7 @@ def without_stop_signals() -> Iterator[None]:
 
 
 def _pipes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for `subprocess.Popen` from those of `run`, which captures stdout and stderr by default."""
+    """Return the options of `subprocess.Popen` for the options of `run`. By default stdout and stderr are captured."""
     given = {k: v for k, v in options.items() if k not in ("input", "timeout", "check")}
     pipes = {"stdin": subprocess.PIPE if "input" in options else subprocess.DEVNULL}
     return pipes | {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | given

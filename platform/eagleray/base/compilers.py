@@ -10,7 +10,8 @@ from eagleray.base.devices import is_accelerator
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks for a device, or None: a C++ compiler for a CPU, else Triton or a C compiler."""
+    """Return what torch.compile needs for a device but is missing, or None: for a CPU, a C++ compiler is needed; for an
+    accelerator, Triton and a C compiler."""
     if not is_accelerator(device):
         compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
         return None if any(map(shutil.which, compilers)) else "a C++ compiler (" + " or ".join(compilers) + ")"

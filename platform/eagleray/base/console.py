@@ -1,4 +1,4 @@
-"""Prints the messages of commands, and asks running work to stop at a signal."""
+"""Prints the messages of commands, and handles SIGTERM and Ctrl-C."""
 
 import importlib.util
 import re
@@ -36,19 +36,19 @@ def say(line: str) -> None:
 
 
 def say_loading() -> None:
-    """Print a line before PyTorch is imported, which takes seconds, unless it has been imported."""
+    """Print a line if PyTorch has not been imported yet, as the import takes seconds."""
     if "torch" not in sys.modules:
         say("loading PyTorch")
 
 
 def silence(quiet: bool) -> AbstractContextManager[None]:
-    """A context without console output if `quiet`, which commands set when they print JSON for a program."""
+    """A context in which `out` prints nothing if `quiet`. Commands set `quiet` when they print JSON for a program."""
     return replaced(out, "quiet", quiet)
 
 
 @contextmanager
 def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
-    """A context that calls `ask` and prints a message at SIGTERM or Ctrl-C. A second Ctrl-C ends the process."""
+    """A context in which SIGTERM or Ctrl-C calls `ask` and prints a message. A further Ctrl-C ends the process."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
@@ -56,7 +56,7 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
 
     def stop(number: int, frame: Any) -> None:
         nonlocal asked
-        if asked:  # a parent may send SIGTERM after a terminal's Ctrl-C
+        if asked:  # a later SIGTERM is ignored: a parent may send it after a terminal's Ctrl-C
             return
         asked = True
         ask()

@@ -1,4 +1,4 @@
-"""Contexts that undo something at their end."""
+"""Contexts that undo something: after an error, or at their end."""
 
 import contextlib
 from collections.abc import Callable, Iterator

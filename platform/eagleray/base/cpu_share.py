@@ -1,4 +1,4 @@
-"""The number of CPUs that this process may use, such as those of a task or rank on Ray. Child processes inherit it."""
+"""How many CPUs this process may use, such as the CPUs that Ray gives a task. Child processes inherit this number."""
 
 import os
 
@@ -6,7 +6,7 @@ NAME = "EAGLERAY_CPUS"
 
 
 def give_cpus(count: float) -> None:
-    """Limit this process and the processes that it starts to `count` CPUs."""
+    """Let `cpus` return `count` in this process and in the processes that it starts."""
     os.environ[NAME] = f"{count:g}"
 
 

@@ -19,7 +19,7 @@ _pretending = False
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the host only queues work for a device, instead of computing itself."""
+    """Return whether a device computes apart from the host, which only queues work for it: not the CPU, nor "meta"."""
     return _kind(device) not in ("cpu", "meta")
 
 
@@ -31,7 +31,7 @@ def has_wide_sums(device: torch.device) -> bool:
 def pretending() -> AbstractContextManager[None]:
     """A context in which this module treats the CPU as a CUDA device. It is for tracing steps with PyTorch's
     FakeTensors, which a machine without the accelerator can create only on the CPU."""
-    return replaced(sys.modules[__name__], "_pretending", True)  # a global, as a process traces one step at a time
+    return replaced(sys.modules[__name__], "_pretending", True)  # a global is enough: one step is traced at a time
 
 
 def _kind(device: torch.device) -> str:
@@ -39,18 +39,18 @@ def _kind(device: torch.device) -> str:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device can copy from pinned memory while it computes. Apple's has one stream and shares the
-    host's memory, so it does not."""
+    """Return whether a device can copy from pinned memory while it computes. Apple's GPU cannot: it has one stream, and
+    shares the host's memory."""
     return is_accelerator(device) and device.type != "mps"
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64. Apple's and some of Intel's do not."""
+    """Return whether a device computes in float64. Apple's GPU and some of Intel's GPUs do not."""
     return device.type != "mps" and (device.type != "xpu" or bool(torch.xpu.get_device_properties(device).has_fp64))
 
 
 def current() -> torch.device:
-    """Return the accelerator that this process uses, or the CPU if there is none."""
+    """Return the accelerator that this process uses, or the CPU if the machine has no accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else CPU
 
@@ -74,7 +74,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_size(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator's memory, or None for a CPU, or if PyTorch cannot tell."""
+    """Return the memory size of an accelerator in bytes. None: a CPU, or a device whose memory PyTorch cannot tell."""
     return _if_told(lambda: int(torch.accelerator.get_memory_info(device)[1])) if is_accelerator(device) else None
 
 
@@ -97,5 +97,5 @@ def one_thread() -> Iterator[None]:
 def _if_told(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
-    except (AttributeError, RuntimeError, NotImplementedError):  # PyTorch cannot tell for every device
+    except (AttributeError, RuntimeError, NotImplementedError):  # PyTorch cannot answer for this kind of device
         return None

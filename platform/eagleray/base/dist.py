@@ -26,8 +26,8 @@ def form_group(device: torch.device, limit: timedelta, **where: Any) -> None:
 
 
 def host_group() -> Any:
-    """Return a new group of all ranks for tensors in host memory, with the timeout of the default group. Called by all
-    ranks together."""
+    """Return a new process group of all ranks for tensors in host memory (gloo), with the timeout of the default group.
+    All ranks must call this together."""
     return dist.new_group(backend="gloo", timeout=_limit)
 
 
@@ -42,17 +42,17 @@ def rank() -> int:
 
 
 def offset(rows: Sequence[int]) -> int:
-    """Return the position of this rank's first row in a gathered batch."""
+    """Return the index of this rank's first row in a tensor with the rows of all ranks, in rank order."""
     return sum(rows[: rank()])
 
 
 def own(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return this rank's rows of a tensor (sum of rows, ...) that all ranks have, such as draws from a common seed."""
+    """Return this rank's rows of x (sum of rows, ...), a tensor that all ranks have, such as draws from one seed."""
     return x[offset(rows) :][: rows[rank()]]
 
 
 def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), without a gradient."""
+    """Concatenate the tensors x (B, ...) of all ranks, in rank order, into (sum of rows, ...), without a gradient."""
     if size() == 1:
         return x.detach()
     x, most = x.detach(), max(rows)
@@ -66,7 +66,7 @@ def gather(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def gather_together(columns: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the result of `gather` for each tensor (B, ...) in `columns`, with one exchange for all of them."""
+    """Return `gather(x, rows)` for each tensor x (B, ...) in `columns`, with a single exchange between the ranks."""
     if size() == 1:
         return [x.detach() for x in columns]
     flat = [x.detach().contiguous().view(len(x), -1).view(torch.uint8) for x in columns]
@@ -94,7 +94,7 @@ class _Total(torch.autograd.Function):
 
 
 def total_with_grad(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks. The gradient is that of the sum of all ranks' losses."""
+    """Sum a tensor over all ranks. The gradient of x is that of the sum of the losses of all ranks."""
     return _Total.apply(x) if size() > 1 else x  # type: ignore[no-any-return]
 
 
@@ -110,10 +110,10 @@ class _TotalOfSameLoss(torch.autograd.Function):
 
 
 def total_of_same_loss(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Sum a tensor over all ranks, each of which computes the same loss from the sum.
+    """Sum a tensor over all ranks, where each rank computes the same loss from the sum.
 
-    The gradient is that of `total_with_grad`, but needs no exchange. Each rank's loss is weighted by its share of the
-    rows, so this rank's gradient divided by its share is the sum of the gradients of all ranks."""
+    The gradient equals that of `total_with_grad`, but needs no exchange: each rank weights the loss by its share of the
+    rows, so this rank's gradient, divided by this rank's share, is the sum of the gradients of all ranks."""
     share = rows[rank()] / sum(rows)
     return _TotalOfSameLoss.apply(x, share) if size() > 1 else x  # type: ignore[no-any-return]
 
@@ -131,15 +131,14 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_with_grad(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Concatenate the tensors (B, ...) of all ranks, in rank order, into (sum of rows, ...), with a gradient.
+    """Concatenate the tensors x (B, ...) of all ranks, in rank order, into (sum of rows, ...).
 
-    The gradient is that of the sum of the losses of all ranks.
-    """
+    The gradient of x is that of the sum of the losses of all ranks."""
     return _Gather.apply(x, tuple(rows)) if size() > 1 else x  # type: ignore[no-any-return]
 
 
 def gather_objects(x: Any) -> list[Any]:
-    """Return the objects of all ranks, in rank order, on every rank. They are pickled, so keep them small and rare."""
+    """Return the objects x of all ranks, in rank order, on every rank. They are pickled, so they should be small."""
     if size() == 1:
         return [x]
     out: list[Any] = [None] * size()
@@ -148,7 +147,7 @@ def gather_objects(x: Any) -> list[Any]:
 
 
 def gather_at_zero(x: T) -> list[T] | None:
-    """Return the objects of all ranks, in rank order, on rank 0, and None on other ranks."""
+    """Return the objects x of all ranks, in rank order, on rank 0, and None on other ranks."""
     if size() == 1:
         return [x]
     out: list[Any] | None = [None] * size() if rank() == 0 else None
@@ -157,10 +156,10 @@ def gather_at_zero(x: T) -> list[T] | None:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Run `work`, which must not wait for other ranks, on every rank, and return its result.
+    """Run `work`, which must not wait for other ranks, on every rank, and return this rank's result.
 
-    If it fails on one rank, all ranks raise an error, so that none waits later for the one that has failed: their own
-    error or, if they have none, RuntimeError with the message of the first rank that failed."""
+    If `work` fails on any rank, all ranks raise an error, so that no rank waits later for the failed one. A failed rank
+    raises its own error, the others RuntimeError with the message of the first failed rank."""
     if size() == 1:
         return work()
     result, error = _attempt(work)
@@ -174,8 +173,8 @@ def together(work: Callable[[], T]) -> T:
 
 
 def from_rank_zero(get: Callable[[], T]) -> T:
-    """Return, on all ranks, what `get` returns on rank 0, the only rank to call it. A UserError or Outage is raised on
-    all ranks; any other error is raised on rank 0, and as RuntimeError on other ranks. Called by all ranks together."""
+    """Call `get` on rank 0 and return its result on all ranks, which must call this together. If `get` fails, all ranks
+    raise its error. But if it is neither a UserError nor an Outage, other ranks raise RuntimeError."""
     if size() == 1:
         return get()
     result, error = _attempt(get) if rank() == 0 else (None, None)
@@ -188,7 +187,7 @@ def from_rank_zero(get: Callable[[], T]) -> T:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `work` and None, or None and the error with which it failed."""
+    """Return the pair (result of `work`, None) or, if it failed, (None, its error)."""
     try:
         return work(), None
     except Exception as e:
@@ -200,14 +199,13 @@ def _words(error: Exception | None) -> str:
 
 
 def tell(message: str) -> None:
-    """Leave a message for all ranks, which `told` finds. It needs no exchange, so ranks may be waiting for data."""
+    """Leave a message that `told` finds on all ranks. Other ranks need not take part, and may be waiting for data."""
     if size() > 1:
         _keys().set(message, "1")
 
 
 def told(message: str) -> bool:
-    """Return whether any rank has called `tell` with this message. Asks the key-value store of the process group, which
-    is in rank 0's memory."""
+    """Return whether any rank has called `tell` with this message. Asks the process group's store, on rank 0."""
     return size() > 1 and bool(_keys().check([message]))
 
 
@@ -217,12 +215,12 @@ def _keys() -> dist.Store:
 
 def sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which each rank has some rows."""
-    return hasattr(tensor, "to_local")  # importing torch.distributed.tensor takes a second
+    return hasattr(tensor, "to_local")  # faster than `isinstance`: importing torch.distributed.tensor takes a second
 
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's rows of each tensor, as views of the same memory."""
+    """Return this rank's rows of each DTensor, as a view of its memory. Plain tensors are returned unchanged."""
     tensors = list(tensors)
     return [t.to_local() for t in tensors] if tensors and sharded(tensors[0]) else tensors  # type: ignore[attr-defined]
 
@@ -231,13 +229,13 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def norms(tensors: Sequence[Tensor], *, split: bool | None = None) -> Tensor:
     """Return the Euclidean norms (P,) of P tensors, over the rows of all ranks.
 
-    `split` says whether the tensors hold only this rank's rows. None: DTensors do, plain tensors do not."""
+    `split`: whether each rank holds only its own rows of the tensors. None: true for DTensors, false for plain ones."""
     split = sharded(tensors[0]) if split is None else split
     out = torch.stack(torch._foreach_norm(local(tensors)))
     return total(out.square()).sqrt() if split else out
 
 
 def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of an unsharded tensor under FSDP2: equal parts, the last perhaps smaller or empty."""
+    """Return the rows of the unsharded tensor `whole` that FSDP2 gives to `rank`: the last ranks may get fewer."""
     rows = -(-len(whole) // ranks)
     return whole[rank * rows : (rank + 1) * rows]

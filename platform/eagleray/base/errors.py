@@ -26,11 +26,11 @@ class Outage(RuntimeError):
 
 
 class Superseded(Outage):
-    """Another process has taken over the files that this one was writing. This one must not write them any more."""
+    """Another process has taken over the files that this process was writing; this process must stop writing them."""
 
 
 class Preempted(RuntimeError):
-    """A machine is about to be taken away or added, and the run has saved a checkpoint."""
+    """A machine is about to be preempted or added, and the run has saved a checkpoint to continue from."""
 
 
 class Futile(RuntimeError):
@@ -46,11 +46,11 @@ def named(key: str, hint: str = "") -> Iterator[None]:
         raise UserError(f"{key}: {e}{hint}") from None
 
 
-# USER: a user name with its colon, unless a port follows. LOGIN: all from :// to the @ before a host, as AWS keys may
-# contain slashes, and passwords any character.
+# USER is a user name with its colon, unless a port follows. LOGIN is the login in a URL: all from :// to the @ before
+# the host, as AWS keys may contain slashes, and passwords any character.
 USER = r"[^\s/@:]*:(?!\d+(?:[/?#\s]|$))"
 LOGIN = re.compile(rf"(?<=://)(?:{USER}\S{{0,400}}@|[^/\s]{{0,400}}@|{USER}[^@\n]{{0,80}}@)")
-# Parameters of URLs, including signed ones, and assignments such as MLFLOW_TRACKING_PASSWORD=x.
+# PARAMETER is a secret parameter of a URL, such as its signature, or an assignment such as MLFLOW_TRACKING_PASSWORD=x.
 KEYS = r"api[_-]?key|(?:access|account|storage)[_-]?key(?:[_-]?id)?|accesskeyid"
 WORDS = rf"password|passwd|pwd|passphrase|secret|signature|credential|{KEYS}"
 PARAMETER = re.compile(
@@ -73,21 +73,21 @@ def has_secrets(text: str) -> bool:
 def explained(
     message: str, *kinds: type[Exception], why: bool = True, error: type[UserError] = UserError
 ) -> Iterator[None]:
-    """A context that turns errors of these `kinds` into `error`, whose text is `message` and, if `why`, a colon and the
-    original error in one line. A UserError passes unchanged."""
+    """A context that turns errors of these `kinds` into an `error` with the text `message`. With `why`, a colon and the
+    original error in one line follow. A UserError passes unchanged."""
     try:
         yield
     except UserError:
         raise
     except kinds as e:
-        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # str(e) would repeat the path
+        said = getattr(e, "strerror", None) or one_line(e) or type(e).__name__  # an OSError's text repeats the path
         said += " is missing" * isinstance(e, KeyError)
         raise error(f"{message}: {said}" if why else message) from None
 
 
 @contextlib.contextmanager
 def reworded(*words: tuple[str, str]) -> Iterator[None]:
-    """A context that rewords the message of a UserError: the first text of each pair is replaced by the second."""
+    """A context that rewords the message of a UserError. `words` are pairs (text to replace, new text)."""
     try:
         yield
     except UserError as e:
@@ -98,8 +98,8 @@ def reworded(*words: tuple[str, str]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line without secrets: the cause that an error of urllib3 wraps or, for
-    other errors, the first 300 characters."""
+    """Return the message of an error in one line without secrets. For a nested error of urllib3 it is the innermost
+    cause, for other errors the first 300 characters."""
     text = hide_secrets(" ".join(str(error).split()))
-    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # the innermost message of urllib3's nested errors
+    cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # how urllib3 writes the innermost cause
     return cause[1] if cause else text[:300]

@@ -20,8 +20,8 @@ from eagleray.base.contexts import on_error
 from eagleray.base.errors import Busy, UserError, explained
 
 log = logging.getLogger(__name__)
-LARGE = 2**53  # integers from here on are not exact in float64, so they do not count as numbers
-# Errors that reading the fields of untrusted JSON may raise.
+LARGE = 2**53  # bound of the integers that count as numbers: from here on, float64 does not hold every integer
+# Errors that may arise when untrusted JSON is parsed and its fields are read.
 NO_JSON = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 LOCK = ".lock"  # name of the file that a process locks while it writes a folder
 LATE = "%s: %s; new lines are kept in memory until there is room"
@@ -31,10 +31,9 @@ LATE = "%s: %s; new lines are kept in memory until there is room"
 def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
     """A context with a temporary path that is renamed to `path` at its end, so that readers never see half a file.
 
-    After an error, `path` is unchanged. `part` sets the temporary path, if its name matters to the caller; it must be
-    on the same file system as `path`.
-    """
-    # A random name, as threads, and processes with the same id on two machines, must not use the same one.
+    After an error, `path` is unchanged. `part` is the temporary path, on the same file system as `path`. None: a path
+    beside `path`, with a random name."""
+    # The id of a process is not enough: threads have the same id, and so may processes on two machines.
     part = part or path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield part
@@ -47,7 +46,7 @@ def atomic_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
 def durable_path(path: Path, *, part: Path | None = None) -> Iterator[Path]:
     """A context as `atomic_path`, which also flushes the file and its name to the disk at its end.
 
-    It is for files without a checksum: otherwise a power loss could leave the name with other content."""
+    It is for files without a checksum: after a power loss, nobody would notice a name with incomplete content."""
     with atomic_path(path, part=part) as temporary:
         yield temporary
         sync_file(temporary)
@@ -71,7 +70,7 @@ def writing(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def check_local(option: str, path: Path) -> None:
-    """Raises UserError for a URL, which would otherwise become a folder named after its scheme."""
+    """Raises UserError if the value `path` of `option` is a URL, which would create a folder named after its scheme."""
     if url := re.fullmatch(r"(\w+):/+(.*)", str(path)):
         raise UserError(f"{option} {url[1]}://{url[2]}: expected a path of this machine, not a URL")
 
@@ -105,23 +104,23 @@ def make_folder(folder: Path) -> None:
 def cache_folder(name: str) -> Path:
     """Return a folder of the user's cache, $XDG_CACHE_HOME/eagleray/`name` or ~/.cache/eagleray/`name`.
 
-    All of its content can be recreated, so it is safe to delete.
-    """
+    All of its content can be recreated, so it is safe to delete."""
     return Unix("eagleray").user_cache_path / name  # the same path on every system
 
 
 class JsonLines:
     """Appends records to a file such as `metrics.jsonl`, one JSON object per line.
 
-    The file is opened for each call. If the disk is full, records are kept in memory until a later call of `log`, even
-    without new records, can write them."""
+    The file is opened for each call. If the disk is full, records are kept in memory until a later call of `log` can
+    write them. That call may have no records of its own."""
 
     def __init__(self, path: Path, *, step: int | None = None, lines: int | None = None) -> None:
-        """Continue a file. Lines after `step`, or after the first `lines`, are deleted: the run repeats their steps."""
+        """Continue a file. Given `step`, records of later steps are deleted; given `lines`, all lines after the first
+        `lines`: the run repeats their steps."""
         self._path = path
         self._late: list[Mapping[str, Any]] = []
         self.count = lines or 0  # records in the file if `lines` is given, else records logged by this object
-        # Lines that stay are written as by `append_lines`, so that their bytes do not change.
+        # Lines that stay are written in the same form as by `append_lines`, so that their bytes do not change.
         if step is not None:
             write_atomic(path, _as_lines(r for r in read_history(path) if r["step"] <= step))
         if lines is not None:
@@ -143,34 +142,34 @@ class JsonLines:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a run's steps from a file such as `metrics.jsonl`. Other lines are skipped."""
+    """Read the records that have a valid step from a file such as `metrics.jsonl`. Other lines are skipped."""
     return history(read_lines(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of metrics.jsonl, without values that are not numbers."""
+    """Read the records of metrics.jsonl that have a valid step. Values that are not numbers are left out."""
     return [{k: v for k, v in r.items() if is_number(v)} for r in read_history(path)]
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a float, which may be NaN, or an integer that float64 holds exactly."""
+    """Return whether a JSON value is a float (NaN included) or an integer that float64 holds exactly."""
     return type(value) is float or (type(value) is int and abs(value) < LARGE)
 
 
 def history(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records that have a valid step."""
+    """Return the records with a valid step: a field `step` with an integer from 0 to LARGE (excluded)."""
     return [r for r in records if type(r.get("step")) is int and 0 <= r["step"] < LARGE]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file with a JSON object on each line. Lines that a killed writer left incomplete are skipped."""
-    # splitlines would also split at other characters, such as U+2028, which a text may contain.
+    # `splitlines` is not used: it also splits at characters that a text may contain, such as U+2028.
     return parse_lines(path.read_text(errors="replace").split("\n")[:-1]) if path.exists() else []
 
 
 def parse_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects in lines. Skips lines that a killed writer left incomplete, and other JSON, such as a
-    number or lists nested more deeply than Python parses."""
+    """Return the JSON objects in lines. Other lines are skipped: those that a killed writer left incomplete, other JSON
+    such as a number, and JSON that is too deeply nested for Python's parser."""
     records = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -191,7 +190,7 @@ class Tail:
     def lines(self) -> list[str]:
         """Return the lines that were completed since the last call.
 
-        If the file became shorter, as when a run returns to a checkpoint and drops lines, continues from its new end.
+        A run that returns to a checkpoint deletes lines. If the file is now shorter, reading continues at its new end.
         """
         if not self.path.exists():
             return []
@@ -205,9 +204,9 @@ class Tail:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append objects to a file, each on a line of its own, even if the file ends with an incomplete line.
+    """Append records to a file, each on a line of its own, even if the file ends with an incomplete line.
 
-    Raises OSError, and leaves the file unchanged, when the disk has no room for them."""
+    Raises OSError if the disk is full, and then leaves the file unchanged."""
     data = _as_lines(records)
     with path.open("a+b", buffering=0) as f:
         size = f.tell()
@@ -233,11 +232,10 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: str = "") -> IO[str]:
-    """Lock a folder, by the file `name` in it, until the returned file is closed.
+    """Lock the file `name` in a folder until the returned file is closed.
 
-    Raises Busy when another process still holds the lock after `patience` seconds, and UserError when the file system
-    has no locks. `note` is written into the file; the message of Busy shows it.
-    """
+    `note` describes this process in the file. Raises Busy, with the other process's note, if another process still
+    holds the lock after `patience` seconds, and UserError if the file system has no locks."""
     file = (folder / name).open("a+")
     end = time.monotonic() + patience
     with on_error(file.close):
@@ -253,7 +251,8 @@ def lock_folder(folder: Path, name: str = LOCK, *, patience: float = 0.0, note: 
 
 
 def _locked(file: IO[str], kind: int) -> bool:
-    """Try once to lock `file`, and return whether it worked. Raises UserError if the file system has no locks."""
+    """Try once to lock `file` (`kind`: LOCK_SH or LOCK_EX), and return whether it worked. Raises UserError if the file
+    system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -269,7 +268,7 @@ def _locked(file: IO[str], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file, such as that of LOCK in a folder."""
+    """Return whether a process has locked a file, such as the file LOCK in a folder."""
     if not path.exists():
         return False
     with path.open() as file:

@@ -1,13 +1,14 @@
 """Check numeric arguments of the Python API, as the command line checks its options."""
 
-from numbers import Integral, Real  # NumPy's numbers too
+from numbers import Integral, Real  # base classes of NumPy's numbers, too
 from typing import Any
 
 from eagleray.base.errors import UserError
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Return `value` as an int. Raises UserError, which names the argument, unless it is whole and within bounds."""
+    """Return `value` as an int. Raises UserError, which names the argument, unless it is an integer from `least` to
+    `most`. None: no bound."""
     if not isinstance(value, Integral):
         raise UserError(f"{name}={value!r}: expected a whole number")
     number = int(value)

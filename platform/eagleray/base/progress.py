@@ -11,17 +11,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from eagleray.base.console import out, shows_live
 
 T = TypeVar("T")
-PHASE_LINES = 10  # largest number of lines per phase
+PHASE_LINES = 10  # largest number of lines printed per phase where no bar can be shown
 SHORT = 2.0  # seconds at the beginning of a phase in which no line is printed
 
 
 def seconds_left(done: int, total: int, *, start: int, seconds: float) -> float:
-    """Estimate the seconds until `done` reaches `total`, if `seconds` have passed since the count was at `start`."""
+    """Estimate the seconds until `done` reaches `total`. It took `seconds` to count from `start` to `done`."""
     return (total - done) * seconds / max(done - start, 1)
 
 
 def progress_bar(unit: str, *, left: bool = True) -> Progress:
-    """Return a progress bar with a rate and, with `left`, the time left."""
+    """Return a progress bar with a rate in `unit` per second. With `left`, it also shows the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,7 +35,7 @@ def progress_bar(unit: str, *, left: bool = True) -> Progress:
 
 
 def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iterator[T]:
-    """Yield the `things`, of which there are `total`, and count them on a progress bar."""
+    """Yield the `things`, of which there are `total`, and show how many are done. `what` names the work."""
     with counting(what, unit) as tick:
         tick(0, total)
         for done, thing in enumerate(things, 1):
@@ -45,14 +45,15 @@ def progress_over(unit: str, what: str, things: Iterable[T], total: int) -> Iter
 
 @contextmanager
 def counting(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A context with a function of two numbers, the units done and the units in all, that shows them: as a bar with
-    rate and time left on a terminal, as an occasional line elsewhere."""
+    """A context whose value is a function of two numbers, the units done and the units in all. Each call shows them: on
+    a terminal as a bar with rate and time left, elsewhere as a line now and then."""
     with PhaseProgress(unit) as shown:
         yield partial(shown, what)
 
 
 class PhaseProgress:
-    """Shows how many images or other units each phase has handled: a bar on a terminal, else an occasional line."""
+    """Shows how many images or other units each phase has handled: on a terminal as a bar, elsewhere as a line now and
+    then."""
 
     def __init__(self, unit: str = "images") -> None:
         self.unit, self.bar = unit, progress_bar(unit)
@@ -69,8 +70,7 @@ class PhaseProgress:
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Show that a phase has handled `done` of `total` units.
 
-        The first call of a phase starts its clock; units handled before do not count for the rate.
-        """
+        The first call of a phase starts its clock. Units that were done by then do not count for the rate."""
         now = time.monotonic()
         if phase != self.phase:
             self.phase, self.task = phase, self.bar.add_task(phase, total=total, completed=done, rate="")

@@ -1,4 +1,4 @@
-"""Seeds random generators: one for the draws of a step, and the global ones of Python and NumPy, which timm uses."""
+"""Seeds random generators: one for each step, and the global generators of Python and NumPy, which timm uses."""
 
 import random
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_lock = threading.Lock()  # without loader processes, loader threads of this process draw too
+_lock = threading.Lock()  # without loader processes, threads of this process seed the global generators, too
 
 
 @contextmanager
@@ -26,6 +26,7 @@ def seed_global_generators(seed: int) -> Iterator[None]:
 
 
 def step_generator(seed: int, device: torch.device) -> torch.Generator:
-    """Return a generator for the draws of a step. `seed` is `Progress.draw`, which only step and recipe determine. Each
-    rank draws the rows of all ranks and uses its own, so neither the number of ranks nor a restart changes them."""
+    """Return the generator for the random numbers of a step. `seed` is `Progress.draw`, which follows from the step and
+    the recipe alone. Each rank draws the rows of all ranks and uses its own rows, so neither the number of ranks nor a
+    restart changes the numbers."""
     return torch.Generator(device).manual_seed(seed)

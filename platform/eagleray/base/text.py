@@ -1,4 +1,4 @@
-"""Lays out text for terminals and files."""
+"""Aligns the columns of tables in plain text."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Threads that do not keep the process alive."""
+"""Daemon threads, which do not keep the process alive."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The name of the person who gave the command, even if it runs on a cluster under another user."""
+"""The name of the person who gave the command, also where it runs on a cluster under another user name."""
 
 import contextlib
 import getpass

@@ -17,7 +17,7 @@ class Batch:
     label: Tensor  # (B,) class of each image, or -1 if it has no label
     rows: tuple[int, ...]  # (W,) number of images B of each rank
     # (V, B, 4) x and y of each view's upper left and lower right corner in its image, as fractions of the image's width
-    # and height. In a flipped view, the first x is the larger one. None if the method has no `needs_boxes`.
+    # and height. In a flipped view, the first x is the larger one. None unless the method sets `needs_boxes`.
     boxes: Tensor | None = None
 
 

@@ -30,10 +30,10 @@ from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=224, count=2)])
 IMAGES = 256  # images that are decoded and cropped over and over
-LANES, ROWS = 8, 4  # lanes of the stream; images of each lane per step
-PROCESSES = 4  # most loader processes
+LANES, ROWS = 8, 4  # lanes (equal slices of a batch) of the stream; images of each lane per step
+PROCESSES = 4  # largest number of loader processes
 PATIENT = 4  # largest factor by which the time to measure a stage grows if its store is slow
-HALF = 0.5  # below this fraction of the rate that other stages allow, a stage itself is the bottleneck
+HALF = 0.5  # fraction of the rate that the other stages allow; a stage below it is itself the bottleneck
 LARGE = 640  # mean longer side in pixels above which the advice is to make the images smaller, too
 
 
@@ -53,7 +53,7 @@ class Stage:
         return self.images / self.seconds
 
     def row(self) -> dict[str, float]:
-        """Return the rates of the stage by the names that they have in the report."""
+        """Return the rates of the stage under the names that the report uses."""
         core = {"images_per_s_per_core": self.rate / self.processes} if self.processes else {}
         return {"images_per_s": self.rate, "mb_per_s": self.bytes / self.seconds / 1e6} | core
 
@@ -110,7 +110,7 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
     with one_thread():
         raw = time_stage("store", math.inf, block_work(index, seconds))
         block = raw.bytes / raw.images * len(index) / len(index.block_sizes)
-        lead = round(2 * stream.lanes * block)  # bytes that lanes request at the start
+        lead = round(2 * stream.lanes * block)  # bytes of the two blocks that each lane requests at the start
         read = time_stage("read", seconds, read_work(stream, files), least=lead)
         images = decode_all(files, index.shards[0].url)
         core = [
@@ -123,17 +123,17 @@ def measure(index: Index, seconds: float, cores: int) -> tuple[list[Stage], floa
 
 
 def small_stream(index: Index) -> Stream:
-    """Return a stream whose batch is small enough for a data set of any size."""
+    """Return a stream with a batch that is small enough for any data set."""
     lanes = min(LANES, len(index))
     return Stream(index, VIEWS, seed=0, lanes=lanes, batch=lanes * min(ROWS, len(index) // lanes))
 
 
-Work = tuple[int, int]  # numbers of images and of bytes
+Work = tuple[int, int]  # number of images, and number of bytes
 
 
 def time_stage(name: str, seconds: float, work: Iterable[Work], *, least: int = 0, processes: int = 0) -> Stage:
-    """Time a stage for `seconds`. If its `work` has handled fewer than `least` bytes by then, it goes on until it has,
-    for at most PATIENT times `seconds`."""
+    """Time a stage for `seconds`, or longer until its `work` has handled `least` bytes, but for PATIENT times `seconds`
+    at most."""
     images = size = 0
     begin = end = time.perf_counter()
     for n, length in work:
@@ -167,7 +167,7 @@ def read_work(stream: Stream, files: list[bytes]) -> Iterator[Work]:
 
 
 def decode_all(files: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
-    """Return the files that can be decoded, each with its image. Raises UserError when none can be."""
+    """Return the files that can be decoded, each with its image. Raises UserError when no file can be decoded."""
     images = []
     for data in files:
         try:
@@ -180,14 +180,14 @@ def decode_all(files: list[bytes], url: str) -> list[tuple[bytes, Tensor]]:
 
 
 def decode_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
-    """Decode the images again and again."""
+    """Decode the images again and again, and yield the bytes of each."""
     for data, _ in itertools.cycle(images):
         decode(data)
         yield 1, len(data)
 
 
 def crop_work(images: list[tuple[bytes, Tensor]]) -> Iterator[Work]:
-    """Cut two random crops from each image, again and again."""
+    """Cut two random crops from each image, again and again, and yield the bytes of each image."""
     views = VIEWS.views
     out = [torch.empty(3, view.size, view.size, dtype=torch.uint8) for view in views]
     for number, (data, image) in enumerate(itertools.cycle(images)):
@@ -207,8 +207,7 @@ class _HostOnly(Loader):
 
 
 def loader_work(stream: Stream, processes: int, mean: float) -> Iterator[Work]:
-    """Yield the numbers of images and bytes of each step that loader processes read. An image has `mean` bytes on
-    average.
+    """Yield the number of images and of bytes of each step of loader processes. Images have `mean` bytes on average.
 
     The first step is not counted, because it includes the start of the processes."""
     steps: Iterator[Any] = _HostOnly(stream, rank=0, ranks=1, workers=processes, device=torch.device("cpu")).batches(0)

@@ -67,12 +67,12 @@ class _Bytes(NamedTuple):
 class Content(NamedTuple):
     """The bytes of a block's samples, and which samples have a wrong checksum."""
 
-    begin: int  # offset of `data` in the shard; 0 if pieces of a block are joined in it
+    begin: int  # offset of `data` in the shard; 0 if `data` is joined from pieces of the block
     data: memoryview
-    wrong: set[int]  # offsets of images with wrong checksums, from the same origin as `begin`
+    wrong: set[int]  # offsets of images with wrong checksums, in the shard or, if pieces are joined, in `data`
 
 
-Pass = Callable[[Callable[[], Content]], Content]  # gets a block from another reader, or fetches it and passes it on
+Pass = Callable[[Callable[[], Content]], Content]  # fetches a block and passes it on, or gets it from another reader
 
 
 class Block:
@@ -84,7 +84,7 @@ class Block:
         self, fetcher: "Fetcher", samples: NDArray[np.int64], pool: Pool | None = None, through: Pass | None = None
     ) -> None:
         """`samples` are ascending indices of samples in one block. If several readers share the lane, a thread of
-        `pool` calls `through`, which fetches the block or receives it from the reader that does."""
+        `pool` calls `through`, which fetches the block, or receives it from the reader that fetches it."""
         self.fetcher, self.samples = fetcher, samples
         first = int(samples[0])
         rows, mine = fetcher.index.rows(first, int(samples[-1]) + 1), samples - first
@@ -156,10 +156,10 @@ def packed(parts: Sequence[slice], offset: NDArray[np.int64], size: NDArray[np.i
 
 
 class Fetcher:
-    """Fetches the blocks of an index from the store, through the node's cache if there is one.
+    """Fetches the blocks of an index from the store, through the machine's cache if there is one.
 
-    With `selects`, it reads little but the requested samples. Otherwise it puts whole blocks into the cache, as another
-    lane may read the rest of a block."""
+    With `selects`, it reads hardly more than the requested samples. Otherwise it puts whole blocks into the cache, as
+    another lane may read the rest of a block."""
 
     def __init__(self, index: Index, *, cache: Cache | None, patience: float = PATIENCE, selects: bool = False) -> None:
         self.index, self.cache, self.patience, self.selects = index, cache, patience, selects
@@ -191,7 +191,7 @@ class Fetcher:
         return self.index.read(first, last, patience=self.patience, each=each)
 
     def _each(self, function: Callable[[Any], T], things: Iterable[Any]) -> Iterator[T]:
-        """Map a function over things with as many concurrent calls as `hands` has threads, if there are any."""
+        """Map a function over things, concurrently in the threads of `hands` if there are any."""
         if not self.hands:
             return map(function, things)
         calls = [self.hands.submit(functools.partial(function, thing)) for thing in things]
@@ -209,8 +209,8 @@ class Fetcher:
         return int(self.index.starts[block]), int(self.index.starts[block + 1])
 
     def read_again(self, sample: int, first: int, last: int) -> memoryview:
-        """Read one image from the store again, and delete its bytes from the cache: with `selects`, the piece of the
-        samples `first` to `last` (excluded), otherwise the image's block."""
+        """Read one image from the store again, and delete the cached bytes that contain it: with `selects`, the piece
+        of the samples `first` to `last` (excluded), otherwise the image's block."""
         if self.cache:
             rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))

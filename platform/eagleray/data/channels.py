@@ -13,11 +13,11 @@ from eagleray.data.pixels import decoding, open_image
 from eagleray.data.tiff import MAGIC, read_tiff
 from eagleray.views.colours import colours
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
+if TYPE_CHECKING:  # no import at run time: a model in MLflow has a copy of this file without the rest of eagleray
     from eagleray.config.channels import Channel
 
 PNG = b"\x89PNG"
-GREY, DEEP = 0, 16  # in a PNG's header: colour type of grey images, and the bit depth that Pillow reduces
+GREY, DEEP = 0, 16  # values in a PNG's header: colour type grey; bit depth that Pillow reduces to 8, except in grey
 MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "I", "F")  # Pillow's modes that keep a file's values
 
 

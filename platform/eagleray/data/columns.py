@@ -32,7 +32,7 @@ from eagleray.storage.url_patterns import SPECIAL, expand_braces
 log = logging.getLogger(__name__)
 KEY = "data.train"
 OWN = {"key": "key", "shard": "", "label": "label", "bytes": "size"}  # name in an expression: column in the index
-SIZE = " size"  # column of every table here with the bytes of images, which expressions call `bytes`
+SIZE = " size"  # column with the size of each image in bytes, in all tables of this module
 ROWS = 2**20  # rows that DuckDB gets at a time
 MEASURED = "columns"  # folder of measured columns beside the shards, and the `About.what` of the tables in it
 UNTYPED = "default"  # Arrow's option to join tables: a column of nulls takes its type from the other tables
@@ -40,8 +40,8 @@ NAMES = re.compile(r'"([^"]+)"|([^\W\d]\w*)')
 
 
 def select(index: Index) -> Selection | None:
-    """Return how often each sample is read by the `where`, `weight`, `exclude` and `share` of the sources of an index,
-    or None if no source has any of these. Raises UserError and Outage."""
+    """Return how often each sample is read, by the `where`, `weight`, `exclude` and `share` of the index's sources.
+    None: no source has any of these. Raises UserError and Outage."""
     sources = list(dict.fromkeys(index.sources))
     if not any(source.selects for source in sources):
         return None
@@ -116,9 +116,8 @@ def weights_of(
     opened: Mapping[str, "Table"],
     key: str = f"{KEY}.",
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]]]:
-    """Yield, for each of the `shards` of one source, the weights of its samples, their bytes, and the positions in WHY
-    of the reasons for the weights. A UserError begins with the name of the expression: `key` and `where` or
-    `weight`."""
+    """Yield, for each of the `shards` of one source, the weights of its samples, the bytes of their images, and the
+    index in WHY of the reason for each weight. A UserError begins with `key` and the expression's name."""
     names = names_in(source.where) | names_in(source.weight)
     beside = tables_beside([index.shards[s] for s in shards.tolist()], MEASURED, lambda a: a.what == MEASURED)
     tables = list(beside) if names else []
@@ -157,8 +156,8 @@ def names_in(expression: str | None) -> set[str]:
 
 
 def check_meaning(source: Source, measured: Sequence["Measured"], given: Sequence["Table"], key: str) -> None:
-    """Raises UserError when an expression has a name that tables beside the shards use for different things, as JSON's
-    and a cluster's `similarity` are, and none of the `given` tables, which take precedence, has such a column."""
+    """Raises UserError when an expression names a column that means different things in tables beside the shards, as
+    `similarity` from JSON and from clusters does. A column of a `given` table takes precedence, so it is no error."""
     for option, expression in ("where", source.where), ("weight", source.weight):
         for name in sorted(names_in(expression) - {name for table in given for name in table.names}):
             meanings = {table.meaning(name): table.table.folder for table in measured if name in table.names}
@@ -183,8 +182,8 @@ def samples_where(
 
 
 def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], list[str]]:
-    """Return the samples that `listed`, the file of `--samples`, names or, without it, those for which the expression
-    of `--where` is true; and the file's keys that no sample has. Raises UserError when it lists no sample."""
+    """Return samples, and keys without a sample. `listed`, the file of `--samples`, names the samples; if it is empty,
+    the expression of `--where` is true for them. Raises UserError when the file names no sample."""
     given = list(dict.fromkeys(index.sources))
     asked = [
         Source(url=s.url, exclude=listed) if listed else Source(url=s.url, where=where, columns=s.columns)
@@ -228,7 +227,7 @@ class Table:
 
     def __init__(self, url: str, wanted: Collection[str] = ()) -> None:
         """Read the keys and the `wanted` columns. Raises UserError when there is no such table, when it has no keys or
-        one of them twice, and when the columns of its files do not fit together."""
+        a key twice, and when its files have different columns that cannot be joined."""
         self.url = url
         read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
         with explained(f"{url}: its files have other columns", pa.ArrowException):
@@ -249,7 +248,7 @@ class Table:
         return rows
 
     def join(self, samples: pa.Table, wanted: Sequence[str]) -> pa.Table:
-        """Return `samples` with those columns of this table that are wanted, null for samples without a row in it."""
+        """Return `samples` with the `wanted` columns of this table, null for samples without a row in it."""
         rows = self.rows_of(samples)
         for name in self.names:
             if name in wanted:
@@ -267,10 +266,10 @@ class Measured:
 
     def __init__(self, table: SampleTable) -> None:
         self.table, self.names = table, table.columns()
-        self.last: tuple[int, Any] = (-1, None)  # number and rows of the part that was read last
+        self.last: tuple[int, Any] = (-1, None)  # index and rows of the part that was read last
 
     def meaning(self, name: str) -> str:
-        """Return a text for what the column `name` means, equal in all tables in which it means the same."""
+        """Return a text that identifies what the column `name` means: equal texts of two tables mean the same."""
         settings = self.table.about.settings
         if name in settings.get("json", {}):
             return "json"

@@ -1,8 +1,8 @@
 """Predicts from an image's header the memory and time to decode it, and refuses images that take too much for the size
 of their files.
 
-With a limit of pixels alone, a WebP of 34 bytes could take 2.7 GiB. As photographs have at least one byte per fifty
-pixels, an image may take an amount of memory that any machine has, and more in proportion to its bytes."""
+With a limit of pixels alone, a WebP of 34 bytes could take 2.7 GiB. So the limit is FREE bytes of memory, which every
+machine has, and PER_BYTE more for each byte of the file: photographs have at least one byte per fifty pixels."""
 
 import re
 from collections.abc import Iterator
@@ -12,22 +12,24 @@ from PIL import Image
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 FREE, PER_BYTE = 2**28, 2**10  # bytes of memory that any image may take; more for each byte of its file
-# Bytes of memory per pixel, measured with images of one colour: Pillow's, eagleray's and the decoder's copies of it.
+# Bytes of memory per pixel for the copies of an image that the decoder, Pillow and eagleray make, measured with images
+# of one colour. USUAL is for other formats, OF_JPEG for JPEG.
 MEMORY = {"WEBP": 17, "AVIF": 14, "HEIF": 14, "JPEG2000": 20, "TIFF": 14}
-USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2  # bytes per pixel of other formats, of JPEG; per coefficient with several scans
+# COEFFICIENT is for each coefficient of a JPEG of several scans: libjpeg keeps all of them until the last scan.
+USUAL, OF_JPEG, COEFFICIENT = 8, 3, 2
 # Encoders write about ten scans. A scan may have only 31 bytes, and take as long to decode as the whole image.
 MAX_SCANS = 100
-FREE_WORK = 2**29  # values that the scans of any JPEG may have, about two seconds; PER_BYTE more for each byte
+FREE_WORK = 2**29  # values that all scans of a JPEG may have, about two seconds; PER_BYTE more per byte of the file
 MAX_WORK = 24 * MAX_PIXELS  # most values in a JPEG's scans: as many as 18 progressive scans of four colours have
 SLOW = {"ppm", "ppm_plain", "bmp_rle"}  # Pillow's decoders in Python, at half a microsecond per value
 MAX_SLOW = 2**25  # most values that these decoders may have to decode
 MAX_SEGMENTS = 2**14  # most segments in a JPEG's header
 
 JPEG = b"\xff\xd8"  # first bytes of a JPEG
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # inside compressed data, only 0 and restart markers follow 255
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # 255 before 0 or a restart marker is part of compressed data
 FRAME, END, SCAN = 0xC0, 0xD9, 0xDA  # second bytes of markers: the lowest of a frame header, the end and a scan
 PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
-SCANS = re.compile(rb"\xff\xda")  # regular expression, as it takes 0.4 of the time of bytes.count
+SCANS = re.compile(rb"\xff\xda")  # marker of a scan; a regular expression takes 0.4 of the time of bytes.count
 Data = bytes | memoryview
 
 
@@ -79,7 +81,7 @@ def check_jpeg(data: Data) -> tuple[int, int, int]:
     height, width, channels = jpeg_size(data)
     check_pixels(width, height)
     pixels, seeming = height * width, sum(1 for _ in islice(SCANS.finditer(data), MAX_SCANS + 1))
-    most = pixels * channels  # values of a scan at most; by this bound nearly all images pass, with no scan parsed
+    most = pixels * channels  # upper bound of a scan's values, by which nearly all images pass with no scan parsed
     if seeming > MAX_SCANS or seeming * most > FREE_WORK or OF_JPEG * pixels + COEFFICIENT * most > FREE:
         _check_scans(data, f"{width} x {height} pixels", pixels)
     return height, width, channels
@@ -97,8 +99,8 @@ def _check_scans(data: Data, what: str, pixels: int) -> None:
 
 
 def count_scans(data: bytes, parts: dict[int, float]) -> tuple[int, float]:
-    """Return the number of a JPEG's scans, and the sum of their values per pixel. `parts` has those of each component,
-    by id. Bytes that look like a scan in thumbnails, or in videos that phones append to the image, are skipped."""
+    """Return the number of a JPEG's scans, and the sum of their values per pixel. `parts` has the values per pixel of a
+    component by its id. Scans of thumbnails, and bytes in videos that phones append to an image, are skipped."""
     scans, values, found = 0, 0.0, MARKER.search(data, 2)
     while found and (kind := data[found.end() - 1]) != END:
         at = found.end()
@@ -118,8 +120,8 @@ def jpeg_size(data: Data) -> tuple[int, int, int]:
 
 
 def _frame(data: Data) -> tuple[int, list[tuple[int, float]]]:
-    """Return the marker of a JPEG's frame header, and the id of each channel, which damaged files use twice, with its
-    values per pixel, which are fewer than one if colour is subsampled. Raises BadImage."""
+    """Return the marker of a JPEG's frame header and, for each channel, its id and its values per pixel, fewer than one
+    if colour is subsampled. In damaged files, two channels may have one id. Raises BadImage."""
     at = _frame_at(data)
     fields = bytes(data[at + 10 : at + 10 + 3 * data[at + 9]])
     factors = [(both >> 4) * (both & 15) for both in fields[1::3]]

@@ -22,10 +22,10 @@ except ImportError:  # the environment of a model in MLflow lacks simplejpeg
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:  # torchvision has deprecated this decoder
+except ImportError:  # torchvision has deprecated this decoder, and may lack it
     decode_jpeg = None
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
+if TYPE_CHECKING:  # no import at run time: a model in MLflow has a copy of this file without the rest of eagleray
     from eagleray.config.channels import Channel
 
 EXIF, ORIENTATION = b"Exif\0\0", 0x112

@@ -69,8 +69,8 @@ def reduced(boxes: Boxes, by: int) -> Boxes:
 def _reduced(
     data: bytes | memoryview, boxes: Callable[[int, int], Boxes], sizes: NDArray[np.int64]
 ) -> tuple[Tensor, Boxes] | None:
-    """Return a reduced image (3, h, w) and the boxes of its crops, or None if the image must be decoded in full, or the
-    decoder reports an error, so that `decode` judges the image. Raises BadImage."""
+    """Return a reduced image (3, h, w) and the boxes of its crops. None: the image must be decoded in full, or the
+    decoder reports an error, which leaves the decision on the image to `decode`. Raises BadImage."""
     import simplejpeg
 
     height, width, channels = jpeg_size(data)

@@ -12,7 +12,7 @@ LENGTH = 16  # hexadecimal digits
 
 
 def shard_digests(index: Index) -> dict[str, list[str]]:
-    """Return, by each shard's name, its size and tag, and a digest of its checksums in order, for `same_samples`."""
+    """Return by shard name two texts for `same_samples`: size and tag, and a digest of the checksums in order."""
     cuts = zip(index.first[:-1].tolist(), index.first[1:].tolist(), strict=True)
     return {
         blob.url.rpartition("/")[2]: [f"{blob.size} {blob.tag}", _short(index.crc[first:last])]

@@ -21,7 +21,7 @@ from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
 
 WHY = ("read", "excluded", "where is false", "where is null", "weight is 0")  # reasons why a sample is read, or not
-CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # called without brackets
+CLOCKS = ("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp")  # no brackets are needed
 SHOWN = 200  # most characters of an expression that an error quotes
 LIMIT = 60.0  # seconds to evaluate one expression
 MEMORY = 4 * 2**30  # bytes to evaluate one expression
@@ -186,7 +186,8 @@ def looks_at_others(parts: Sequence[dict[str, Any]]) -> bool:
 
 
 def changes_in(parts: Sequence[dict[str, Any]], columns: Collection[str]) -> list[str]:
-    """Return the parts that may give another value when a statement about these columns is run again."""
+    """Return names for the `parts` of an expression that may give another value when it is evaluated again. `columns`
+    are the columns of the table, which take precedence over CLOCKS."""
     found = []
     for part in parts:
         name = part.get("function_name", "")

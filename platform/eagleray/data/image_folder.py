@@ -80,8 +80,8 @@ def whole(blob: Blob) -> Blob:
 
 
 def holds_images(folder: str) -> bool:
-    """Return whether a folder has images in it or below it, and no tars directly in it. In a store, listing stops after
-    PAGE files, or later as soon as an image is found."""
+    """Return whether a folder has images in it or below it, and no tars directly in it. In a store, only the first PAGE
+    files are listed, and more until an image is found."""
     root = store.folder_of(folder)
     if root is None:
         return store.store(folder).lists and _holds_images_there(folder)

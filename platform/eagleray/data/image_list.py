@@ -36,7 +36,7 @@ TABLES = """
     CREATE TABLE IF NOT EXISTS others (kind TEXT PRIMARY KEY, count INT);
     CREATE TABLE IF NOT EXISTS sums (written TEXT, changed TEXT, inode TEXT);
 """
-# Images (i) with what is known of a file of the same size (k), and what was read of the same version (r).
+# Listed images (i), with their rows in the index if the size is the same (k), and what was read of this version (r).
 JOINED = """images AS i
     LEFT JOIN known AS k ON k.hash = i.hash AND k.path = i.path AND k.size = i.size AND k.reason IS NULL
     LEFT JOIN read AS r ON r.hash = i.hash AND r.path = i.path AND r.size = i.size AND r.version = i.version"""
@@ -79,7 +79,7 @@ class ImageList:
         self._db.execute(f"PRAGMA cache_size = -{CACHE // 2**10}")
         self._db.executescript(TABLES)
         self.fresh = time.time() - path.stat().st_mtime < STALE
-        self.others = Counter[str]()  # numbers of files that are no images, by extension with its dot; not hidden ones
+        self.others = Counter[str]()  # number of files that are neither images nor hidden, by extension with its dot
         self.sums = [0, 0, 0]
 
     def begin(self, *, resume: bool) -> list[Names]:
@@ -145,11 +145,11 @@ class ImageList:
         return 2 ** max(0, -(-self.count // PART) - 1).bit_length()
 
     def know(self, rows: Iterable[Read]) -> None:
-        """Add images of an index, with their checksums or reasons."""
+        """Add images from an index, with their checksums, or the reasons why they cannot be used."""
         self._keep("known", rows)
 
     def keep(self, rows: Iterable[Read]) -> None:
-        """Add images that were read, with their checksums or reasons."""
+        """Add images that were read, with their checksums, or the reasons why they cannot be used."""
         self._keep("read", rows)
 
     def difference(self) -> tuple[str, bool] | None:

@@ -35,14 +35,14 @@ from eagleray.storage.url_patterns import Pattern
 
 CACHED_SHARDS = 128  # shards whose rows a process keeps in memory
 Urls = str | Sequence[str | Source]
-ScanAll = Callable[[Iterable[Any]], Iterable[tuple[Any, Any]]]  # calls `scan_shard` with each, in any order
+ScanAll = Callable[[Iterable[Any]], Iterable[tuple[Any, Any]]]  # yields `scan_shard(item)` of all items, in any order
 THREADS = 8  # shards that are read at a time
 UNITS = 2  # groups of images that are read at a time, each with several requests
 
 
 def scan_shard(blob: Blob | Images) -> tuple[Blob, pa.Table] | tuple[Images, list[Read]]:
-    """Read a whole shard, and return it, with a tag if it is local, and the rows of its samples. For some images of a
-    folder, return these and what was read of each."""
+    """Read a whole shard. Return the shard, with a tag if it is local, and the rows of its samples. For some images of
+    a folder, return these images and what was read of each."""
     if isinstance(blob, Images):
         return blob, blob.read()
     blob = replace(blob, tag=content_tag(blob)) if store.folder_of(blob.url) else blob
@@ -70,12 +70,11 @@ def _keys(file: File, group: int) -> pa.ChunkedArray:
 class Index:
     """The N usable samples of S shards, in the order of the shards, and the B blocks that they are divided into.
 
-    A block is a range of neighbouring samples that is read with one request.
-    """
+    A block is a range of neighbouring samples that is read with one request."""
 
     shards: list[Blob]
-    files: list[File]  # S: the index file of each shard
-    sources: list[Source]  # S: the source that names each shard
+    files: list[File]  # (S,) the index file of each shard
+    sources: list[Source]  # (S,) the source that names each shard
     first: NDArray[np.int64]  # (S + 1,) first sample of each shard, and N
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
     bad: list[BadSample]
@@ -96,12 +95,12 @@ class Index:
 
     @property
     def repeats(self) -> NDArray[np.int64]:
-        """Return the number of readings of each shard (S,) in an epoch."""
+        """Return how often each shard (S,) is read in an epoch."""
         return np.array([source.repeat for source in self.sources])
 
     @property
     def packed(self) -> int:
-        """The number of shards that are files, and no part of a folder of images."""
+        """The number of shards that are files, not parts of a folder of images."""
         return sum(not image_folder.is_folder_blob(blob) for blob in self.shards)
 
     def column(self, shard: int, names: Sequence[str]) -> pa.Table:
@@ -115,7 +114,7 @@ class Index:
         return known["classes"] if known else None
 
     def _shard_of(self, sample: int) -> int:
-        """Return the position in `shards` of a sample's shard."""
+        """Return the index in `shards` of a sample's shard."""
         return int(np.searchsorted(self.first, sample, "right")) - 1
 
     def rows(self, first: int, last: int) -> Rows:
@@ -126,10 +125,10 @@ class Index:
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
     def read(self, first: int, last: int, *, patience: float = PATIENCE, each: Each = ordered_map) -> memoryview:
-        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard. If this takes several
-        requests, `each` maps a function over them.
+        """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard, from the start of the
+        first image to the end of the last one. Raises UserError and Outage.
 
-        The bytes go from the start of the first image to the end of the last one. Raises UserError and Outage."""
+        If this takes several requests, `each` maps a function over them, concurrently by default."""
         rows, s = self.rows(first, last), self._shard_of(first)
         shard = self.files[s].shards[self._group(s)]
         return kind_of(rows.blob).read(rows, Means(shard, lambda: self.keys(first, last), patience, each))
@@ -148,7 +147,7 @@ class Index:
         return out
 
     def bad_sample(self, sample: int, reason: str) -> BadSample:
-        """Describe a sample that turned out to be broken."""
+        """Return the record of a sample that turned out to be broken."""
         rows, s = self.rows(sample, sample + 1), self._shard_of(sample)
         extension = self.files[s].extension(self._group(s), int(sample - self.first[s]))
         reason += f" (its .{extension})" * bool(extension)
@@ -156,12 +155,12 @@ class Index:
 
     @functools.cached_property
     def shard(self) -> NDArray[np.int32]:
-        """The position in `shards` of each sample's shard (N,)."""
+        """The index in `shards` of each sample's shard (N,)."""
         return np.repeat(np.arange(len(self.shards), dtype=np.int32), np.diff(self.first))
 
     @functools.cached_property
     def offset(self) -> NDArray[np.int64]:
-        """The position of each image's first byte in its shard (N,)."""
+        """The offset of each image's first byte in its shard (N,)."""
         return self._column("offset").to_numpy()
 
     @functools.cached_property
@@ -254,7 +253,7 @@ def save(folder: str, shards: Tables) -> str:
     given = sorted(shards, key=lambda shard: shard[0].url)
     known = [(b if store.folder_of(b.url) else _with_tag(b), table) for b, table in given]
     stamps = _stamps(folder, [b for b, _ in known])
-    # The index has no times, so that the same images make the same file. This machine's cache has them.
+    # Stamps, which have times, are kept in this machine's cache: the same images shall make the same index file.
     remember(folder, ((b, stamps[name(b)]) for b, _ in known if stamps))
     return index_file.save(known, [f"{folder}/{NAME}"], {})
 
@@ -293,7 +292,7 @@ class Listing:
 
 
 def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
-    """List the data that some URLs select. Raises UserError when one selects nothing or cannot be listed."""
+    """List the data that some URLs select. Raises UserError when a URL selects nothing or cannot be listed."""
     given = [urls] if isinstance(urls, str) else urls
     sources = [Source(url=u) if isinstance(u, str) else u for u in given]
     if not sources:
@@ -312,14 +311,14 @@ def list_data(urls: Urls, patience: float = PATIENCE) -> Listing:
 def _folders(
     listed: Listing, spare: Spare, *, note: Note, again: bool = False, tick: Tick | None = None, scan_all: ScanAll
 ) -> Iterator[ShardFiles]:
-    """Yield each folder's shards, each with the index file that has its rows, after indexing those without one."""
+    """Index the shards that are not in an index. Yield, by folder, all shards, each with the index file of its rows."""
     for folder in listed.folders:
         from eagleray.data.folder_index import open_folder
 
         yield open_folder(folder, spare, note=note, again=again, tick=tick, scan_all=scan_all)
     for folder, tars in listed.unread.items():
         note(f"{folder}: not read: {tars}")
-    globs = [p for p in listed.tars if p.is_glob]  # only these can lack an indexed shard; named shards exist
+    globs = [p for p in listed.tars if p.is_glob]  # only these may miss an indexed shard, as named shards exist
     for beside, group in itertools.groupby(sorted(listed.blobs, key=index_file.beside), key=index_file.beside):
         mine = list(group)
         folder, of_parquet = store.parent(mine[0].url), is_parquet(mine[0].url, ".")
@@ -342,7 +341,7 @@ def _folders(
             note(f"indexing {len(new)} shards of {folder}")
         if new or gone or read:
             scanned = list(_counted(scan_all(new), len(new), tick))
-            known |= load_both(beside, aside, again)  # with what other commands indexed meanwhile
+            known |= load_both(beside, aside, again)  # includes what other commands have indexed meanwhile
             others, changed = known.keys() - names - gone, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].rows(n)) for n in others)
             same = ((b, known[name(b)].rows(name(b))) for b in mine if b not in changed)
@@ -352,7 +351,7 @@ def _folders(
             with contextlib.nullcontext() if new or gone else contextlib.suppress(UserError):
                 index_file.save(rows, [u for u in (beside, aside) if u], before | stamps)
             known = load_both(beside, aside, again)
-        if new and not again:  # `eagleray index` says more
+        if new and not again:  # `eagleray index`, which indexes again, prints more itself
             for line in lines_of_passed({name(b): known[name(b)].passed.get(name(b), Counter()) for b in new}):
                 note(line)
         yield [(replace(b, tag=b.tag or known[name(b)].entry(name(b)).tag), known[name(b)]) for b in mine]
@@ -363,7 +362,7 @@ def _with_tag(blob: Blob) -> Blob:
 
 
 def _stamps(folder: str, blobs: Sequence[Blob]) -> dict[str, Stamp]:
-    """Return the stamps of the shards in a local folder by their names; none for those of another store."""
+    """Return the stamps of the shards in a local folder, by their names. Other folders have no stamps."""
     return stamps_of(blob.url for blob in blobs) if store.folder_of(folder) else {}
 
 

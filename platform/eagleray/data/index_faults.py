@@ -39,8 +39,8 @@ class Faults(NamedTuple):
 
 
 def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Yield lines on what was skipped in some shards: images that are not read, labels that cannot be read, members
-    that belong to no sample; and on archives that follow the end of another archive."""
+    """Yield a line for each: skipped images, labels that cannot be read, members that belong to no sample, and archives
+    behind the end of another archive. `passed` has their numbers, by shard and kind."""
     total = sum(passed.values(), Counter[str]())
 
     def most(*kinds: str) -> str:
@@ -63,7 +63,7 @@ def lines_of_passed(passed: Mapping[str, Counter[str]]) -> Iterator[str]:
 
 
 def faults(files: Iterable[tuple[Blob, File]]) -> Faults:
-    """Return the faults in the index files of some shards. Raises UserError when one is damaged."""
+    """Return the faults in the index files of some shards. Raises UserError when an index file is damaged."""
     samples, passed = list[BadSample](), {}
     for blob, file in files:
         if file.shards[file.groups[name(blob)]].bad:
@@ -74,7 +74,7 @@ def faults(files: Iterable[tuple[Blob, File]]) -> Faults:
 
 
 def faults_of(url: str) -> Faults:
-    """Return the faults in the index at a URL. Raises UserError when it is damaged."""
+    """Return the faults in the index at a URL. Raises UserError when the index is damaged."""
     folder = store.parent(url)
     return faults((Blob(f"{folder}/{shard}", 0), file) for shard, file in load(url, again=False).items())
 

@@ -44,10 +44,10 @@ from eagleray.storage.shard_names import PARQUET as SUFFIX
 from eagleray.storage.shard_names import is_shard
 
 NAME = "index.parquet"
-PARQUET_NAME = "_eagleray.index"  # Readers of the folder would take a name that ends in .parquet for data.
+PARQUET_NAME = "_eagleray.index"  # name of the index among Parquet files; readers would take .parquet for data
 PARQUET = "parquet"  # key of a table's metadata with the content of `Shard.parquet`
-BLOCKS = "blocks"  # key of a table's metadata with the usable samples per block, if not from `blocks`
-PASSED = "passed"  # key of metadata with the numbers of skipped members by kind, in an index by shard
+BLOCKS = "blocks"  # key of a table's metadata with the usable samples per block; without it, `blocks` computes them
+PASSED = "passed"  # key of metadata with the numbers of skipped members by kind; in an index, by shard and kind
 LARGEST_PAGE = 2**24  # most bytes of a page in memory; writers begin a new page after 2^20
 MOST_AT_ONCE = 2**28  # most bytes of rows that are read at a time, however their texts are encoded
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
@@ -57,13 +57,13 @@ Tables = Iterable[tuple[Blob, pa.Table]]
 ShardFiles = list[tuple[Blob, "File"]]
 Note = Callable[[str], None]
 Tick = Callable[[int, int], None]  # called with the numbers of indexed and of all shards or images
-Spare = Path | str | None  # folder or URL for the indexes of read-only places
+Spare = Path | str | None  # folder or URL for the indexes of folders that cannot be written
 ASIDE = "index-"  # beginning of the file names of indexes in a spare folder
 
 
 def table_of(rows: Iterable[Row], passed: Counter[str] | None = None) -> pa.Table:
-    """Return rows as a table with the columns of STORED. Its metadata has the numbers of skipped members: of unread
-    images and unreadable labels, and those that `passed` has when all rows have been taken."""
+    """Return rows as a table with the columns of STORED. Its metadata has the numbers of skipped members by kind: of
+    unread images and labels, as the rows say, and those that `passed` has after the last row."""
     passed = Counter() if passed is None else passed
 
     def values(row: Row) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ class File:
     """One index.parquet on a local disk."""
 
     def __init__(self, path: Path, url: str = "") -> None:
-        """Open the file at `path`, a copy of that at `url` if given. Raises ValueError when it is not a valid index."""
+        """Open the file at `path`, a copy of the file at `url`, if given. Raises ValueError for an invalid index."""
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._pages: dict[int, int] = {}  # bytes of the largest page of each row group read so far
@@ -123,7 +123,7 @@ class File:
         return table
 
     def _read(self, group: int, columns: Sequence[str]) -> pa.Table:
-        """Read rows in bounded memory, even if an index is forged and one text stands for every row of its page."""
+        """Read rows in bounded memory: in a forged index, one long text may be stored once for all rows of a page."""
         if group not in self._pages:
             self._pages[group] = largest_page(self._map, self._file.metadata.row_group(group))
         if self._pages[group] > LARGEST_PAGE:
@@ -172,7 +172,7 @@ def _plain(entry: Shard) -> dict[str, Any]:
 
 
 def blocks(offset: NDArray[np.int64], size: NDArray[np.int64]) -> list[int]:
-    """Divide the samples of a shard (n,) into blocks of about BLOCK bytes, and return how many each block has."""
+    """Divide the samples of a shard (n,) into blocks of about BLOCK bytes, and return how many samples each has."""
     if not len(offset):
         return []
     piece = (offset + size - offset[0]) // BLOCK
@@ -265,8 +265,8 @@ def fetch_once(url: str, name: str) -> Path:
 
 
 def save(shards: Tables, urls: Sequence[str], stamps: Mapping[str, Sequence[int]]) -> str:
-    """Write an index to the first of these URLs that is writable, and return that URL. `stamps` are those of local
-    shards by name. Raises UserError when none is writable."""
+    """Write an index to the first of these URLs that is writable, and return that URL. `stamps` has the stamp of each
+    local shard by its name. Raises UserError when no URL is writable."""
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
         write(shards, Path(file.name), stamps)
         for url in urls:

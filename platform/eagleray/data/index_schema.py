@@ -16,7 +16,7 @@ from eagleray.data.tar_headers import BLOCK as HEADER
 from eagleray.data.tar_headers import LONGEST_NAME
 from eagleray.data.tar_scan import LARGEST
 
-BLOCK = 16 * 2**20  # bytes that one ranged read fetches and that are shuffled together
+BLOCK = 16 * 2**20  # bytes of a block, whose samples are fetched by one ranged read and shuffled together
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),  # why the sample cannot be used; null if it can
     ]
 )
-STORED = SCHEMA.append(pa.field("extension", pa.string()))  # extension of the image's member, if known
+STORED = SCHEMA.append(pa.field("extension", pa.string()))  # extension of the image's file name in the tar, if known
 VERSION = pa.field("version", pa.int64())  # digest of an image's version, for folders in a store
 TEXTS = {"key", "reason", "extension"}
 MOST_ROWS = 2**24  # most samples of one shard

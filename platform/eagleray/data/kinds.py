@@ -1,8 +1,8 @@
 """The kinds of shards, told apart by their names: how a shard is scanned, and how its images are read.
 
 Images have ascending offsets: positions in a tar, or the positions that the images of a folder or of a Parquet file
-would have if they were stored one after the other. `read` returns the bytes from the start of the first to the end of
-the last of some neighbouring images. All else (blocks, lanes, cache, quarantine) does not depend on the kind."""
+would have if they were stored one after the other. `read` returns the bytes of neighbouring images, from the start of
+the first to the end of the last. All other code (blocks, lanes, cache, quarantine) does not depend on the kind."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Means:
     """What `Kind.read` needs beside the rows: the shard's entry in the index, the keys and the limits of requests."""
 
     shard: Shard  # entry in the shard's index
-    keys: Callable[[], list[str]]  # reads the keys of these samples from the index
+    keys: Callable[[], list[str]]  # reads the keys of the samples in the rows from the index
     patience: float  # seconds to retry while the store does not answer
     each: Each  # maps a function over separate requests, several at once, and keeps the order
 
@@ -111,8 +111,8 @@ def kind_of(blob: Blob) -> Kind:
 class ChosenBlob(Blob):
     """A Parquet file for which the user has named the columns of the images and the classes."""
 
-    image: str = ""  # empty: not named
-    label: str = ""
+    image: str = ""  # column of the images; empty: not named
+    label: str = ""  # column of the classes; empty: not named
 
 
 def chosen(blobs: Sequence[Blob], source: Source) -> list[Blob]:

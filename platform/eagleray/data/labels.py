@@ -11,7 +11,7 @@ from eagleray.data.tar_scan import UNLABELLED
 
 
 def unread_labels(index: Index) -> str:
-    """Return text with the number of labels that cannot be read, or an empty text if all can be."""
+    """Return text with the number of labels that cannot be read, or an empty text if there are none."""
     files = zip(index.shards, index.files, strict=True)
     count = sum(file.passed.get(name(blob), Counter())[UNLABELLED] for blob, file in files)
     return f"{count} of {len(index)} images have a .cls that is not a whole number from 0 on" if count else ""

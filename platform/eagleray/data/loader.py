@@ -37,7 +37,7 @@ LAST = 10.0  # seconds to wait at the end for the step that is being read
 
 
 class Loader:
-    """Loads one rank's rows of every global batch, with any number of loader processes.
+    """Loads one rank's rows of every global batch, with any number of loader processes (`workers`).
 
     With `compiled`, colour jitter on an accelerator is compiled. `crops` says where images are cropped, which does not
     change the pixels. Raises UserError when there are more ranks than images in a step, or the device cannot crop."""
@@ -67,8 +67,8 @@ class Loader:
     ) -> Iterator[tuple[Batch, list[BadSample]]]:
         """Yield the batch of each step from `start` on, with the broken samples that were found while it was read.
 
-        It ends before the step `stop`, or when `should_stop` returns true, which is called while waiting for a batch.
-        Raises UserError or Outage when a reader cannot go on."""
+        It ends before the step `stop` (None: never), or when `should_stop`, which is called while waiting for a batch,
+        returns true. Raises UserError or Outage when a reader cannot go on."""
         dataset = _PartDataset(self.stream, self.shares, start, stop)
         ahead, pinned = self._steps_ahead() if self.workers else None, devices.has_streams(self.device)
         with (
@@ -80,8 +80,8 @@ class Loader:
             yield from (_one_batch_ahead(steps, self) if pinned else map(self.assemble, steps))
 
     def _steps_ahead(self) -> int:
-        """Return how many steps a loader process may be ahead. If processes take turns, each of them reads rows in some
-        of these steps."""
+        """Return how many steps a loader process may be ahead: 2 or, if processes take turns with different numbers of
+        rows, so many that each process reads rows in some of these steps."""
         many, own = len(self.shares), len(self.shares[0].own)
         return 2 if own % many == 0 or not self.shares[0].takes_turns else 2 + 2 * math.ceil(many / own)
 
@@ -184,18 +184,18 @@ class _PartDataset(IterableDataset[StepPart]):
         reader = info.id if info else 0
         ends = {number: lane.end_of(reader) for number, lane in self.lanes.items()}
         yield from self.stream.parts(self.shares[reader], start=self.start, stop=self.stop, ends=ends)
-        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # leaders wait for followers
+        for end in sorted(ends.values(), key=lambda end: isinstance(end, Leader)):  # leaders last: they wait for others
             end.finish(self.over)
 
     def close(self) -> None:
-        """Let those readers end that wait for other readers."""
+        """Let the readers end that lead a lane and wait for the other readers of the lane."""
         if self.over:
             self.over.set()
 
 
 def _interruptible(steps: Iterator[T], should_stop: Callable[[], bool], look: Callable[[float], None]) -> Iterator[T]:
-    """Yield the steps, read by another thread, so that `should_stop` is also called while the store does not answer.
-    `look` is called with the seconds that a step has been waited for, and may raise an error."""
+    """Yield the steps, which another thread reads, so that `should_stop` is called even while a store does not answer.
+    `look` gets the seconds for which the next step has been waited for, and may raise an error."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
     requests, over = threading.Semaphore(1), threading.Event()
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 IMPORTED = ("eagleray.data.loader", "boto3")  # modules that loader processes need
 LEFT = 2  # CPUs left to the training process and its threads, which dispatch the model's operations
 SHARED = "/dev/shm"  # shared memory that loader processes pass their results in
-OF_PROCESS = "in DataLoader worker process"  # words of PyTorch in the error of a loader process
+OF_PROCESS = "in DataLoader worker process"  # words by which PyTorch marks an error of a loader process
 SAID = 200  # most characters of an error of a loader process
 NAMED = 30.0  # seconds without a batch after which the states of loader processes are logged
 STOPPED = 120.0  # seconds without a batch after which the run ends if a loader process is suspended
@@ -51,7 +51,7 @@ def processes(asked: int | Literal["auto"], cpus: float) -> int:
 
 
 def start_server() -> None:
-    """Start the server that loader processes are forked from, unless it runs. It imports the modules that they need."""
+    """Start the server that loader processes are forked from, unless it runs. The server imports IMPORTED."""
     fork_server.start(IMPORTED)
 
 
@@ -59,8 +59,8 @@ def start_server() -> None:
 def loaded(
     dataset: IterableDataset[T], workers: int, **options: Any
 ) -> Iterator[tuple[Iterator[T], Collection[BaseProcess]]]:
-    """A context in which loader processes iterate over a data set, or this process if `workers` is 0. Its value is an
-    iterator over the items, and the processes. `options` are those of PyTorch's DataLoader."""
+    """A context in which loader processes, or this process if `workers` is 0, iterate over a data set. Its value is an
+    iterator over the items, and the loader processes. `options` are those of PyTorch's DataLoader."""
     if not workers:
         yield _explained(DataLoader(dataset, batch_size=None, **options)), ()
         return
@@ -179,7 +179,7 @@ def of_process(error: Exception) -> Exception:
     said = (text.splitlines() or [type(error).__name__])[-1].strip()[:SAID]
     if OF_PROCESS in text and isinstance(error, UserError | Outage):
         return type(error)(said.partition(": ")[2])
-    if OF_PROCESS in text or isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch's message varies
+    if OF_PROCESS in text or isinstance(error, OSError | EOFError | RuntimeError):  # PyTorch may leave OF_PROCESS out
         return error if isinstance(error, Outage) else RuntimeError(f"a loader process died: {said}")
     return error
 
@@ -202,8 +202,8 @@ class LoaderWatch:
                 process.kill()
 
     def look(self, waited: float) -> None:
-        """Log a warning when no batch has come for NAMED seconds. Raises RuntimeError after STOPPED seconds if a
-        process is suspended, otherwise SLACK seconds after a store would be given up."""
+        """Log a warning when no batch has come for NAMED seconds. Raises RuntimeError after `patience` + SLACK seconds
+        or, if a process is suspended, after STOPPED seconds. `waited` are the seconds without a batch so far."""
         if waited < NAMED:
             self.named = False
             return

@@ -1,8 +1,8 @@
 """Packs the decoded images of a step one after the other, for a device that crops them.
 
 Only the part of an image that its crops show is packed. If this part has more than MOST times the pixels of the crops,
-the crops themselves are packed: the device resizes each to the size that it has, which changes nothing. So a step takes
-at most MOST times the memory of its crops, in shared and pinned memory and on the device, and again in the reader."""
+the resized crops are packed instead, which the device's resize to the same size does not change. So a step takes at
+most MOST times the memory of its crops, in shared and pinned memory and on the device, and again in the reader."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Packed:
 
 
 class Packer:
-    """Joins the images of each step in memory that is reused. If all images of a step were kept until its end, each
-    would need new memory, and allocating that takes a quarter as long as decoding."""
+    """Copies each image of a step into memory that is reused for every step. If the images were kept until the step's
+    end, each would need new memory, and allocating that takes a quarter as long as decoding."""
 
     def __init__(self, views: Views, channels: int) -> None:
         self.memory = torch.empty(0, channels, dtype=torch.uint8)
@@ -66,7 +66,7 @@ class Packer:
         self.row += 1
 
     def end(self, new: Callable[..., Tensor]) -> Packed:
-        """Return the images of the step in memory (P, N) that `new` allocates."""
+        """Return the images of the step, copied into memory that `new(P, N)` allocates."""
         return Packed(new(self.used, self.memory.shape[1]).copy_(self.memory[: self.used]), self.boxes)
 
     def _cropped(self, image: Tensor, boxes: Boxes) -> tuple[Tensor, Boxes]:

@@ -22,8 +22,8 @@ from eagleray.data.parquet_pages import DICTIONARY, ends, pages_between
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import RangeFile, Span
 
-WASTE = 0.05  # most bytes in a gap between chunks of a block, as a fraction of both chunks with the gap
-MOST_AT_ONCE = 2**28  # most bytes of images unpacked at a time, if each were as large as the largest dictionary
+WASTE = 0.05  # largest gap before a part that joins a block, as a fraction of the bytes of the block with this part
+MOST_AT_ONCE = 2**28  # most bytes of images unpacked at a time, even if each is as large as the largest dictionary
 LOCKS = 64  # number of locks that blocks are distributed over
 
 
@@ -55,7 +55,7 @@ def parts(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part]:
 
 
 def _fits(one: Part, other: Part) -> bool:
-    """Return whether two successive parts fit into one block, with at most a small gap between them in the file."""
+    """Return whether two successive parts fit into one block, and the gap between them in the file is small."""
     gap, span = other.chunks[0].begin - one.chunks[-1].end, other.chunks[-1].end - one.chunks[0].begin
     return 0 <= gap <= WASTE * span and max(span, one.size + other.size) <= BLOCK
 
@@ -81,7 +81,7 @@ def _pieces(blob: Blob, metadata: pq.FileMetaData, column: int) -> Iterator[Part
 
 
 def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
-    """Yield a column chunk's pages in parts of about BLOCK bytes. Pages that need the dictionary stay with it."""
+    """Yield a column chunk's pages in parts of about BLOCK bytes. Pages that need the dictionary page stay with it."""
     found = list(pages_between(source, chunk.begin, chunk.end, chunk.rows))
     together = max((n for n, page in enumerate(found) if page.kind == DICTIONARY or page.needs_dictionary), default=-1)
     begin, rows, size = chunk.begin, 0, 0
@@ -95,8 +95,8 @@ def _divided(source: BinaryIO, chunk: Chunk) -> Iterator[Part]:
 
 
 def unpack(data: memoryview, begin: int, chunks: Sequence[Chunk], depth: int) -> pa.Array:
-    """Return the images of `chunks`, null for null cells, from `data`, the bytes of a file from its byte `begin` on.
-    Raises ValueError or an ArrowException where the data is damaged, or takes more memory than a block may."""
+    """Return the images of `chunks`, null for null cells, from `data`, the bytes of a file from its byte `begin` on
+    (`depth`: see `footer`). Raises ValueError or an ArrowException for damaged data, or data too large for a block."""
     size = largest = 0
     source = pa.BufferReader(pa.py_buffer(data))
     for chunk in chunks:
@@ -143,7 +143,7 @@ class Blocks:
         return {"depth": depth, "ends": list(ends), "chunks": [[n for c in row for n in c] for row in chunks]}
 
     def between(self, begin: int, end: int) -> Iterator[tuple[int, slice]]:
-        """Yield the index of each block with images between the bytes `begin` and `end`, and the slice of its bytes."""
+        """Yield the index of each block with images between the bytes `begin` and `end`, and the slice between them."""
         for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.ends)):
             first = self.ends[number - 1] if number else 0
             if first >= end:
@@ -152,7 +152,7 @@ class Blocks:
 
 
 def span(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """Return the first byte of a block in the file, and its end."""
+    """Return the bytes of a block's chunks in the file: first, and last (excluded)."""
     return chunks[0].begin, chunks[-1].end
 
 

@@ -24,12 +24,13 @@ class Columns(NamedTuple):
     leaf: int  # index of the column with the bytes of images among all columns of the file
     depth: int  # number of optional fields around each value of that column
     path: str  # column of file names; empty: none
-    label: str  # empty: none
+    label: str  # column of classes; empty: none
     classes: tuple[str, ...]  # names of the classes, if the file has them
 
 
 def choose(url: str, file: pq.ParquetFile, image: str = "", label: str = "") -> Columns:
-    """Return the columns of a file. The caller may name some. Raises UserError where no column fits, or several do."""
+    """Return the columns of a file. `image` and `label`, if not empty, are the columns that the user names. Raises
+    UserError where no column fits, or several do."""
     schema, features = file.schema_arrow, _features(file.schema_arrow)
     images = {f.name: _kind(features, f.name) == "Image" for f in schema if may_hold_images(f.type)}
     numbers = {f.name: _kind(features, f.name) == "ClassLabel" for f in schema if _holds_classes(f.type)}
@@ -57,7 +58,8 @@ def _likely(found: Mapping[str, bool], usual: set[str]) -> list[str]:
 
 
 def _one(url: str, key: str, given: str, found: Collection[str], likely: Sequence[str], schema: pa.Schema) -> str:
-    """Return the given column, or the only likely column, or "". Raises UserError for a missing or ambiguous column."""
+    """Return the `given` column, else the likely column called `key`, else the only likely column, else "". Raises
+    UserError when the given column is missing, and for several likely columns."""
     if given and given not in found:
         raise UserError(f"{url}: {key}={given}: no such column; the columns are {_typed(schema)}")
     if given or len(likely) < 2 or key in likely:

@@ -12,7 +12,7 @@ from eagleray.data.parquet_pages import pages
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import READ, RangeFile, Span
 
-FREE, PER_BYTE = 2**26, 64  # bytes of memory for any page, and more for each of its bytes in the file
+FREE, PER_BYTE = 2**26, 64  # bytes of memory that any page may take; more for each of its bytes in the file
 
 
 def open_parquet(blob: Blob) -> pq.ParquetFile:
@@ -37,6 +37,6 @@ def excess(blob: Blob, file: pq.ParquetFile, group: int, columns: Sequence[str])
 
 
 def batches(file: pq.ParquetFile, url: str, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield a row group, a few rows at a time: a page may state in a few bytes that all rows hold one large value."""
+    """Yield a row group, at most `rows` rows at a time: with dictionary encoding, all rows may hold one large value."""
     with explained(f"{url}: row group {group} cannot be read", pa.ArrowException, OSError):
         yield from file.iter_batches(rows, row_groups=[group], columns=columns)

@@ -21,12 +21,13 @@ class Chunk(NamedTuple):
     begin: int  # first byte in the file
     end: int
     rows: int  # number of values, null or not
-    codec: int  # value in CODECS
+    codec: int  # compression, a value in CODECS
 
 
 def footer(chunks: Sequence[Chunk], begin: int, depth: int) -> bytes:
-    """Return the end of a file that begins with MAGIC and the bytes of another file from `begin` on. Each chunk is a
-    row group. The column is `x`, inside of `depth` - 1 optional fields named `x` if `depth` is above 1."""
+    """Return the footer of a new Parquet file, which consists of MAGIC, the bytes of another file from its byte `begin`
+    on, and this footer. Each of `chunks` becomes a row group. The column is called `x`. `depth` is the number of nested
+    optional fields, all called `x`, around a value, with the column itself; 0: the column is required."""
     names = ["x"] * max(depth, 1)
     leaf = _struct({1: _i32(BYTES), 3: _i32(OPTIONAL if depth else REQUIRED), 4: _text("x")})
     above = [_struct({3: _i32(OPTIONAL), 4: _text("x"), 5: _i32(1)})] * (len(names) - 1)

@@ -1,6 +1,6 @@
 """Computes the size of a Parquet file's pages in memory from the page headers, which readers follow.
 
-A page may be stored in a thousandth of that size, and the footer may state another size. A page header is a Thrift
+In the file, a page may be a thousand times smaller, and the footer may state a wrong size. A page header is a Thrift
 struct in the compact protocol (parquet-format, `PageHeader`; Thrift, "Compact protocol encoding")."""
 
 from collections.abc import Collection, Iterator
@@ -10,11 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HEADER = 2**16  # most bytes of a page header, which may contain statistics
-KIND, UNPACKED, PACKED = (
-    1,
-    2,
-    3,
-)  # fields of a page header: the page's kind, its bytes in memory and in the file
+KIND, UNPACKED, PACKED = 1, 2, 3  # fields of a page header: the page's kind, its bytes in memory, its bytes in the file
 DATA, DATA_2 = 5, 8  # fields of a page header with the headers of data pages, versions 1 and 2
 VALUES, ENCODING, ENCODING_2 = 1, 2, 4  # fields of the headers of data pages
 DICTIONARY = 2  # kind of a page with a dictionary
@@ -30,14 +26,13 @@ def largest_page(file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData) -> 
 
 
 class Page(NamedTuple):
-    """The bytes of a page in memory and in the file, where its header begins and its bytes end, its kind and its
-    values."""
+    """A page of a Parquet file."""
 
-    unpacked: int
-    packed: int
-    begin: int = 0
-    end: int = 0
-    kind: int = 0
+    unpacked: int  # bytes in memory
+    packed: int  # bytes in the file, without the header
+    begin: int = 0  # first byte of the header in the file
+    end: int = 0  # byte after the last one in the file
+    kind: int = 0  # such as DICTIONARY
     values: int = 0  # number of values, null or not
     needs_dictionary: bool = False
 
@@ -45,8 +40,8 @@ class Page(NamedTuple):
 def pages(
     file: BinaryIO | pa.NativeFile, group: pq.RowGroupMetaData, columns: Collection[str] | None = None
 ) -> Iterator[Page]:
-    """Yield the pages of a row group, or only of `columns` and the columns nested in them. Raises ValueError for
-    damaged headers."""
+    """Yield the pages of a row group; with `columns`, only those of these columns and of the columns nested in them.
+    Raises ValueError for damaged headers."""
     for number in range(group.num_columns):
         column = group.column(number)
         if columns is not None:
@@ -63,7 +58,7 @@ def ends(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def pages_between(file: BinaryIO | pa.NativeFile, at: int, end: int, rows: int) -> Iterator[Page]:
-    """Yield the pages of `rows` rows between two offsets of a file. Raises ValueError for damaged headers."""
+    """Yield the pages, of `rows` rows, from byte `at` to `end` of a file. Raises ValueError for damaged headers."""
     count = 0
     while at < end:
         file.seek(at)
@@ -101,7 +96,7 @@ class _Reader:
         return values
 
     def skip(self, kind: int, depth: int) -> None:
-        """Skip a value."""
+        """Skip a value of a Thrift `kind`, inside `depth` other values."""
         if kind == STRUCT and depth < DEPTH:
             self.struct(depth + 1)
         elif kind == BINARY:

@@ -23,7 +23,7 @@ from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.range_file import PATIENCE
 
-LONGEST_REASON = 300  # characters
+LONGEST_REASON = 300  # most characters of a reason
 ROWS = 2**16  # most rows of labels and names that are read at a time
 NULL, EMPTY, ELSEWHERE = f"{NO_IMAGE}a null cell", "the image has no bytes", f"{NO_IMAGE}the path of one"
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from eagleray.data.costs import JPEG, BadImage, check_image, check_jpeg, check_webp
 
-# The formats that a sample may have. Pillow knows about forty, by content, and starts Ghostscript for some of them.
+# The image formats that are read. Pillow recognises some forty by their content, and runs Ghostscript for some of them.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM")
 
 
@@ -22,7 +22,7 @@ PNG, TEXTS = b"\x89PNG\r\n\x1a\n", (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 # The beginnings of PNG texts that may hold the EXIF orientation, and the most bytes of such a text.
 ORIENTED, LONGEST = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0"), 2**19
 LARGEST_TILE = 2**24  # most pixels of a tile, which is decoded whole, however small its image is
-AT_ONCE = 2**22  # pixels that are converted together
+AT_ONCE = 2**22  # most pixels that are converted at a time
 SAMPLES, TILE_WIDTH, TILE_HEIGHT = 277, 322, 323  # tags of TIFF
 
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
@@ -90,7 +90,7 @@ def without_texts(png: bytes | memoryview) -> bytes | memoryview:
 def _oriented(text: bytes) -> bool:
     """Return whether a text of a PNG may hold the orientation, and is short once it is decompressed."""
     name = next((name for name in ORIENTED if text.startswith(name)), None)
-    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # writers of XMP must leave it uncompressed
+    if name != ORIENTED[0] or text[len(name) :][:1] != b"\0":  # not compressed; writers must not compress XMP
         return name is not None
     unpack = zlib.decompressobj()
     try:
@@ -128,8 +128,7 @@ def open_upright(data: bytes | memoryview) -> NDArray[np.uint8]:
 
 
 def _check_tiff(image: Image.Image) -> None:
-    """Raise BadImage for a TIFF of several planes, of which Pillow would show one, or of tiles that take much
-    memory."""
+    """Raise BadImage for a TIFF of several planes, of which Pillow would show one, and for tiles of too many pixels."""
     tags = getattr(image, "tag_v2", {})
     if tags.get(SAMPLES, 1) > 2 and len(image.getbands()) == 1:
         raise BadImage(NOT_READ)
@@ -139,8 +138,8 @@ def _check_tiff(image: Image.Image) -> None:
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the RGB values (H, W, 3) of a decoded image. Transparent parts become white. If the image then has a
-    single colour, they become black and, if it still has, opaque. Raises BadImage for an image that shows nothing."""
+    """Return the RGB values (H, W, 3) of a decoded image. Transparent parts become white. If this leaves a single
+    colour, they become black, and if that does, too, opaque. Raises BadImage for an image that shows nothing."""
     if _is_deep(image) or not image.has_transparency_data:
         return _before(image, None)
     for ground in (255, 0, None):
@@ -158,7 +157,7 @@ def _is_deep(image: Image.Image) -> bool:
 
 
 def _parts(image: Image.Image) -> Iterator[Image.Image]:
-    """Yield an image some rows at a time, as converting a whole one would hold it in memory several times."""
+    """Yield an image some rows at a time, as converting all of it at once would hold it in memory several times."""
     width, height = image.size
     rows = max(1, AT_ONCE // width)
     for top in range(0, height, rows):
@@ -166,7 +165,7 @@ def _parts(image: Image.Image) -> Iterator[Image.Image]:
 
 
 def _before(image: Image.Image, ground: int | None) -> NDArray[np.uint8]:
-    """Return an image's RGB values (H, W, 3) on a background of the grey `ground`, or for None without transparency."""
+    """Return an image's RGB values (H, W, 3) on a background of the grey `ground`. None: transparency is ignored."""
     out, top = np.empty((image.height, image.width, 3), np.uint8), 0
     deep = _is_deep(image)
     unit = _unit(_parts(image), fractions=image.mode == "F") if deep else np.float32(1)

@@ -1,4 +1,4 @@
-"""Reads the samples of a reader's rows: decodes and crops them, and replaces broken ones."""
+"""Reads, decodes and crops one reader's samples of every batch, and replaces broken samples."""
 
 import contextlib
 import functools
@@ -37,12 +37,12 @@ Ends = Mapping[int, Leader | Follower]  # this reader's end of each shared lane,
 
 @dataclass
 class StepPart:
-    """One reader's contribution to a step: b images in V views. Neighbouring views of one size form one of G groups."""
+    """One reader's part of a step: b images in V views. Neighbouring views of one size form one of G groups."""
 
-    pixels: list[Tensor]  # G x (views, b, 3, S, S) uint8; empty where the device crops
-    params: Tensor  # (V, b, P), see views.sampling
-    index: Tensor  # (b,)
-    label: Tensor  # (b,)
+    pixels: list[Tensor]  # crops, G tensors (views of the group, b, 3, S, S) uint8; empty where the device crops
+    params: Tensor  # (V, b, P) parameters of operations, see views.sampling
+    index: Tensor  # (b,) position of each image in the data set
+    label: Tensor  # (b,) class of each image; -1: none
     boxes: Tensor | None = None  # (V, b, 4), see Batch; None: not asked for
     step: int = 0
     packed: Packed | None = None  # decoded images that the device crops
@@ -91,8 +91,7 @@ class Stream:
     """The endless sequence of global batches.
 
     A global batch is divided into lanes, fixed slices of equal length. Each reader reads its own lanes, or its own rows
-    of lanes that it shares.
-    """
+    of lanes that it shares."""
 
     index: Index
     views: Views
@@ -103,7 +102,7 @@ class Stream:
     patience: float = PATIENCE  # seconds to retry a store that does not answer
     colours: bool = False  # whether the reader also applies the photometric operations, as no accelerator does
     selection: Selection | None = None  # how often each sample is read in an epoch; None: as the index says
-    scaled: bool = False  # whether JPEGs are decoded at a part of their size where every crop is reduced further
+    scaled: bool = False  # whether a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if its crops are reduced further
     phases: tuple[tuple[int, Views], ...] = ()  # (epoch, views): smaller views for the epochs before this one
     boxes: bool = False  # whether batches say where the crops lie
     packed: bool = False  # whether the device crops the decoded images
@@ -118,13 +117,13 @@ class Stream:
 
     @functools.cached_property
     def samples_per_lane(self) -> int:
-        """The samples of a lane in an epoch. Raises UserError unless the lanes divide the batch and data fill it."""
+        """How many samples a lane has in an epoch. Raises UserError unless lanes divide the batch, and data fill it."""
         with explained(f"optim.batch={self.batch} data.lanes={self.lanes}", ValueError):
             return lane_length(self.samples_per_epoch, lanes=self.lanes, batch=self.batch)
 
     @functools.cached_property
     def samples_per_epoch(self) -> int:
-        """The number of readings in an epoch, with those at its end that do not fill a batch and are left out."""
+        """The number of readings of samples in an epoch, with those at its end that fill no batch and are left out."""
         return self.selection.total if self.selection else int(self.visits.sizes.sum())
 
     @functools.cached_property
@@ -141,7 +140,7 @@ class Stream:
         return next((views for end, views in self.phases if step < end * self.steps_per_epoch), self.views)
 
     def share(self, lanes: range | None = None) -> Share:
-        """Return the share of a reader that alone reads these lanes, by default all lanes."""
+        """Return the Share of a reader that reads all rows of `lanes` and shares none with other readers. None: all."""
         each, own = self.batch // self.lanes, lanes or range(self.lanes)
         return Share(range(own.start * each, own.stop * each), each)
 
@@ -193,10 +192,10 @@ class Stream:
                 yield sample, item.block.bytes(sample)
 
     def _steps(self, share: Share, start: int, stop: int | None, ends: Ends) -> Iterator[list["_NextSample"]]:
-        """Yield the samples of every step. All blocks of a step are requested before the first one is waited for."""
+        """Yield the samples of every step. All blocks of a step are requested before any of them is waited for."""
         each, lanes = share.each, share.lanes
         selects = self.selection is not None
-        epochs = functools.lru_cache(maxsize=2)(self.epoch)  # shared by the lanes
+        epochs = functools.lru_cache(maxsize=2)(self.epoch)  # keeps two plans, which all lanes use
         open_fetcher = Fetcher(self.index, cache=self.cache, patience=self.patience, selects=selects)
         with contextlib.closing(open_fetcher) as fetcher:
             runs = {number: self._lane_runs(number, start, stop, epochs) for number in lanes}
@@ -210,7 +209,7 @@ class Stream:
                     walk.look_ahead()
 
     def epoch(self, epoch: int) -> "EpochPlan":
-        """Return the plan of an epoch: what it reads, and in which order."""
+        """Return the plan of an epoch: which visits it has, in which order, and which samples they read."""
         copies = self.selection.copies(seed=self.seed, epoch=epoch) if self.selection else None
         visits = self.visits if copies is None else visits_of(copies, self.index.starts)
         return EpochPlan(epoch, Epoch.of(visits.sizes, seed=self.seed, epoch=epoch), visits, copies, self.index.starts)
@@ -245,7 +244,7 @@ class Stream:
 
         Return the sample's random numbers: those of `uniforms` and those of `extra_uniforms`."""
         lane_run = item.lane_run
-        # The key is that of the intended sample, so that a replacement has other crops than in its own place.
+        # The key of the intended sample decides the crops, so a replacement has other crops than in its own place.
         key, epoch = int(lane_run.order[item.at]) + lane_run.copy * len(self.index), lane_run.epoch.number
         u = sampling.uniforms(len(views.views), seed=self.seed, epoch=epoch, sample=key)
         more = sampling.extra_uniforms(views, seed=self.seed, epoch=epoch, sample=key)
@@ -321,8 +320,7 @@ class EpochPlan:
     starts: NDArray[np.int64]  # (B + 1,) first sample of each block, and N
 
     def samples(self, run: Run) -> NDArray[np.int64]:
-        """Return the samples that a lane reads of a visit, in their order in the shard. `run.block` is the index of the
-        visit."""
+        """Return the samples of a run, in their order in the shard. Here `run.block` is the index of a visit."""
         block = self.visits.blocks[run.block]
         first, last = int(self.starts[block]), int(self.starts[block + 1])
         if self.copies is None:

@@ -59,7 +59,7 @@ class SampleTable:
 
     @classmethod
     def create(cls, folder: str, about: About) -> "SampleTable":
-        """Return a table to write or to continue. Raises UserError when the folder has a table of other rows."""
+        """Return a table to begin or to continue. Raises UserError when the folder has a table of other rows."""
         known = read_about(folder)
         if known and (other := about.difference(known)):
             raise UserError(f"{folder}: has a table of {other}; out=FOLDER names another place")

@@ -35,9 +35,9 @@ def broken_samples(index: Index, bad: Iterable[BadSample]) -> Iterator[int]:
 
 
 def steps_with(stream: Stream, samples: Sequence[int], stop: int, bad: Collection[int] = ()) -> list[list[int]]:
-    """Return for each sample the steps before `stop`, counted from 0, whose batch it is in.
+    """Return for each of `samples` the steps before `stop`, counted from 0, with the sample in their batches.
 
-    `bad` are samples that are broken or forgotten: none of them is in any batch, and another sample replaces each."""
+    `bad` are samples that are broken or forgotten: another sample replaces each of them in every batch."""
     steps: dict[int, list[int]] = {sample: [] for sample in samples}
     for at, used in _uses(stream, samples, stop, bad):
         for step, sample in zip(at.tolist(), used.tolist(), strict=True):
@@ -52,7 +52,7 @@ def first_step_with(stream: Stream, samples: Collection[int], stop: int, bad: Co
     wanted, first = _mask(stream, samples), stop
     for at, used in _uses(stream, samples, stop, bad):
         if at[0] - at[0] % stream.steps_per_epoch > first:
-            break  # a later epoch
+            break  # this epoch and all later ones begin after the step `first`
         first = min(first, int(at[wanted[used]].min(initial=stop)))
     return first if first < stop else None
 
@@ -60,8 +60,8 @@ def first_step_with(stream: Stream, samples: Collection[int], stop: int, bad: Co
 def _uses(
     stream: Stream, samples: Collection[int], stop: int, bad: Collection[int]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield, epoch by epoch, steps before `stop` and the sample that each step uses, for all blocks that have some of
-    the `samples` or `bad` samples."""
+    """Yield, epoch by epoch, arrays of steps before `stop`, and of the sample that each of these steps uses: for all
+    blocks with some of the `samples` or `bad` samples."""
     looked, gone = np.array(sorted({*samples, *bad}), np.int64), _mask(stream, bad)
     blocks = np.unique(np.searchsorted(stream.index.starts, looked, "right") - 1)
     for number in range(-(-stop // stream.steps_per_epoch)):
@@ -74,8 +74,8 @@ def _uses(
 def _uses_in(
     stream: Stream, epoch: EpochPlan, blocks: NDArray[np.int64], gone: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the steps of an epoch and the sample that is used in each, for every part of these blocks' visits that a
-    lane reads. `gone` (N,) is a mask of the bad samples."""
+    """Yield arrays of steps of an epoch and of the sample that each uses, a pair for each run: the part of a visit of
+    one of `blocks` that a lane reads. `gone` (N,) is a mask of the bad samples."""
     length, each = stream.samples_per_lane, stream.batch // stream.lanes
     for place in np.flatnonzero(np.isin(epoch.visits.blocks[epoch.order.blocks], blocks)).tolist():
         end, visit = int(epoch.order.ends[place]), int(epoch.order.blocks[place])

@@ -22,9 +22,9 @@ STREAM = 3  # random stream; the orders of blocks and samples use other streams 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The mean number of readings of each of N samples in an epoch."""
+    """How often each of N samples is read in an epoch."""
 
-    weight: NDArray[np.float32]  # (N,)
+    weight: NDArray[np.float32]  # (N,) mean number of readings of each sample in an epoch
     kept_bytes: int = 1  # bytes of the samples that are read at all
     bytes: int = 1  # bytes of all samples
     left_out: tuple[dict[str, int], ...] = ()  # number of unread samples of each source, by reason
@@ -41,7 +41,7 @@ class Selection:
 
     @property
     def total(self) -> int:
-        """Return the readings of an epoch. The fractional parts count as at least one reading, if there are any."""
+        """Return the number of readings in an epoch, the rounded sum of the weights. Fractions give at least one."""
         return self.whole + max(round(self.rest), int(self.rest > 0))
 
     @functools.cached_property
@@ -65,8 +65,8 @@ class Selection:
         """Return how often each sample (N,) is read in an epoch: its weight, rounded down or up.
 
         This is systematic sampling: the fractional parts are laid end to end along a line in random order, and a sample
-        is read once more if a point u, 1 + u, 2 + u, ... lies in its part. u is drawn for each epoch, from those values
-        for which the number of points is the same in every epoch."""
+        is read once more if a point 1 - u, 2 - u, 3 - u, ... lies in its part. u is drawn for each epoch from those
+        values for which the number of points is the same in every epoch."""
         u = float(np.random.default_rng((seed, epoch, STREAM)).random())
         spare = self.total - self.whole - self.rest
         u = max(spare, 0.0) + u * (1 - abs(spare))  # floor(x + u) of the points are at most x
@@ -79,7 +79,7 @@ class Selection:
             ends = end + np.cumsum(rest, dtype=np.float64)
             points = np.floor(ends + u).astype(np.int64)
             left -= int(rows.sum())
-            if number * CHUNK + len(part) == len(out):  # rounding errors must keep the sum and read no left-out samples
+            if number * CHUNK + len(part) == len(out):  # rounding errors must not change the sum, or read a weight of 0
                 may = np.flatnonzero(rest)
                 points = np.minimum(points, reached + left)
                 points[may[-1] if len(may) else len(rest) :] = reached + left
@@ -112,7 +112,7 @@ def visits_of(copies: NDArray[np.uint16], starts: NDArray[np.int64]) -> Visits:
     sizes = np.empty(len(blocks), np.int64)
     first, many = np.cumsum(most) - most, np.diff(starts)  # first visit of each block, and number of its samples
     for c in range(int(most.max(initial=0))):
-        if not (busy := most > c).all():  # one large weight costs work for its block alone
+        if not (busy := most > c).all():  # one large weight must cost work for its own block only
             copies = copies[np.repeat(busy, many)]
             first, many, most = first[busy], many[busy], most[busy]
         sizes[first + c] = np.add.reduceat(copies > c, np.cumsum(many) - many, dtype=np.int64)

@@ -20,7 +20,7 @@ from eagleray.data.blocks import Content, Pool
 
 WAIT = 5.0  # seconds between checks that the other processes are alive
 SOON = 0.1  # seconds between these checks at the end
-LEADER, FAILED = -2, -1  # sent instead of a block's number, with the leader's process id or the error that ended it
+LEADER, FAILED = -2, -1  # sent in place of a block's index: with the leader's process id; with the error that ended it
 
 
 class SharedLane:
@@ -50,7 +50,7 @@ class Leader:
         self._pass(LEADER, os.getpid())
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:
-        """Return block `number` of the lane, counted from the block at which the readers began."""
+        """Fetch block `number` of the lane, counted from the readers' first, pass it to the others and return it."""
         try:
             begin, data, wrong = fetch()
         except (UserError, Outage) as e:
@@ -65,8 +65,8 @@ class Leader:
         self._pass(FAILED, error)
 
     def finish(self, over: Any) -> None:
-        """Wait until the other readers have ended, or the event `over` is set, as they can open shared memory of this
-        process only while it lives."""
+        """Wait until the other readers have ended, or the event `over` is set: they can open the shared memory of this
+        process only while the process lives."""
         parent = parent_process()
         for _ in self.queues:
             while not self.ended.acquire(timeout=SOON):
@@ -91,7 +91,7 @@ class Follower:
         """Do nothing, as nobody waits for this reader."""
 
     def finish(self, over: Any) -> None:
-        """Tell the leader that this reader takes nothing more."""
+        """Tell the leader that this reader has ended, and takes no more blocks."""
         self.ended.release()
 
     def get(self, number: int, fetch: Callable[[], Content]) -> Content:

@@ -17,8 +17,8 @@ TICK = 0.02  # seconds after which a file that is written again has another time
 
 
 class Stamp(NamedTuple):
-    """Tells whether a file was written since, by its mtime and ctime in nanoseconds and its inode number. For many
-    files together, each field is a digest of the files' values."""
+    """A file's mtime and ctime in nanoseconds and its inode number, which show whether the file was written since. For
+    many files together, each field is a digest of the files' values."""
 
     written: int
     changed: int
@@ -29,8 +29,8 @@ class Stamp(NamedTuple):
         return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def fits(self, before: Sequence[int]) -> bool:
-        """Return whether a file was not written since it had the stamp `before`, or is a copy of that file with its
-        mtime. If a program has written the file and reset its mtime, the ctime shows it."""
+        """Return whether a file was not written since it had the stamp `before`, or is a copy of that file with the
+        same mtime. If a program has written the file and reset its mtime, the ctime differs."""
         if len(before) != len(self):
             return False
         then = Stamp(*before)
@@ -57,7 +57,7 @@ def short(*parts: Hashable) -> int:
 
 
 class Verified:
-    """Remembers on this machine, by digests of `short`, which files had the indexed content with which stamps."""
+    """Remembers on this machine which files had the indexed content at which stamps, as digests by `short`."""
 
     def __init__(self, folder: str | None) -> None:
         self.marks = set[int]()

@@ -3,7 +3,7 @@
 The format is POSIX pax (IEEE Std 1003.1-2017, `pax`, "ustar" and "pax Interchange Format") with GNU tar's extensions.
 Damage ends the archive with one reason, and every member before it is kept. Every byte belongs to a member that is
 yielded or counted, to the end of an archive, or to reported damage. Python's tarfile reads intact archives in the same
-way; decision 34 says why it is not used."""
+way; docs/decisions/0034 says why it is not used."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ COMPRESSED = {  # first bytes of compressed files
     b"Rar!\x1a\7": "rar",
 }
 EXTENDED_HEADERS = 16  # most extended headers of one member
-RECORDS = (1, 2, 4, 8, 16, 20)  # blocks: programs pad an archive with zeros to a multiple of one of these, mostly 20
+RECORDS = (1, 2, 4, 8, 16, 20)  # numbers of blocks, to a multiple of which programs pad an archive; mostly 20
 REGULAR = (b"\0", b"0", b"7", b"S")  # type flags of files: old, usual, contiguous, sparse
 WITHOUT_DATA = b"123456"  # links, devices, folders and pipes, which have no data whatever size their headers say
 LONG_NAME, LONG_LINK, GLOBAL, SPARSE = b"L", b"K", b"g", b"S"
@@ -54,7 +54,7 @@ class DamagedTar(ValueError):
 
 
 class Zeros(DamagedTar):
-    """Damage by zeros at a place where no archive ends."""
+    """Zeros inside of an archive, where data may be lost."""
 
 
 class _Header(NamedTuple):
@@ -73,8 +73,7 @@ def members(file: BinaryIO, size: int, passed: Counter[str] | None = None, base:
     """Yield the files in a tar of `size` bytes, in their order. The caller may read and seek `file` between them.
 
     Members that are not files are counted in `passed`. Joined archives are read one after the other. The first archive
-    begins at byte `base`, negative if it was read in part before. Raises DamagedTar after the last file before
-    damage."""
+    begins at byte `base`, negative if it was read in part before. Raises DamagedTar behind the last intact file."""
     at, passed = 0, Counter() if passed is None else passed
     try:
         while at < size:
@@ -100,8 +99,8 @@ def members(file: BinaryIO, size: int, passed: Counter[str] | None = None, base:
 
 
 def _behind_end(file: BinaryIO, at: int, base: int, size: int, block: bytes) -> int:
-    """Return the first byte of the archive behind the block of zeros at `at`, which ends the archive that begins at
-    `base`; without another archive, the size of the file. Raises Zeros where no archive ends, so data may be lost."""
+    """Return the first byte of the next archive or, without one, the size of the file. The zeros `block` at `at` must
+    end the archive that begins at `base`. Raises Zeros if they do not, as data may be lost."""
     end = at + len(block)
     while end < min(size, at + (RECORDS[-1] + 2) * BLOCK):
         block = _read(file, end, min(BLOCK, size - end))

@@ -34,7 +34,7 @@ NO_IMAGE = "no image: only "
 FORMS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82"}  # first and last bytes of formats with a known end
 TAIL = 2**16  # bytes at the end of a file in which the last non-zero byte is searched
 HIDDEN, EXTENSIONLESS = "hidden file", "extensionless file"
-UNREAD, UNLABELLED = "image", "label"  # a further image of a sample; a label that cannot be read
+UNREAD, UNLABELLED = "image", "label"  # kinds: a further image of a sample; a label that cannot be read
 # All kinds by which skipped members and joined archives are counted.
 PASSED_OVER = (HARD_LINK, SYMBOLIC_LINK, FOLDER, SPECIAL, HIDDEN, EXTENSIONLESS, UNREAD, UNLABELLED, ARCHIVE)
 
@@ -98,13 +98,13 @@ def _members(passed: Counter[str]) -> int:
 
 
 def _said(damage: DamagedTar, samples: int, size: int) -> str:
-    """Return text that says what is lost of a shard."""
+    """Return text that says after how many samples a shard is damaged, and how many bytes are not read."""
     rest = f"; {size - damage.offset:,} of {size:,} bytes are not read" if damage.offset < size else ""
     return f"the shard is cut off or damaged after {samples} samples: {damage}{rest}"
 
 
 def _checked(row: Row, source: BinaryIO, damage: DamagedTar) -> Row:
-    """Return the row of the last sample before damage, as unusable if the zeros behind it may begin in its image."""
+    """Return the row of the last sample before damage: an unusable row if the zeros after it may begin in its image."""
     end = row.offset + row.size
     if not isinstance(damage, Zeros) or -(-end // BLOCK) * BLOCK != damage.offset:
         return row

@@ -25,7 +25,8 @@ KINDS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # types of the tags that are read
 SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, FILL = 254, 256, 257, 258, 259, 262, 266
 STRIPS, ORIENTATION, SAMPLES, ROWS, STRIP_SIZES, PLANAR, PREDICTOR = 273, 274, 277, 278, 279, 284, 317
 TILE_WIDTH, TILE_HEIGHT, TILES, TILE_SIZES, FORMAT = 322, 323, 324, 325, 339
-DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)  # read by zlib; by Pillow: LZW, PackBits, LZMA, Zstandard
+# Compression methods that zlib reads, and that Pillow reads: LZW, PackBits, LZMA, Zstandard.
+DEFLATE, OF_PILLOW = (8, 32946), (5, 32773, 34925, 50000)
 USUAL = {FILL: "order of bits", ORIENTATION: "orientation"}  # tags for which only the value 1 is read
 Data = bytes | memoryview
 Tags = dict[int, NDArray[Any]]
@@ -198,7 +199,7 @@ def value_type(tags: Tags) -> np.dtype[Any]:
 
 
 def decompress(part: Data, compression: int, rows: int, width: int) -> Data:
-    """Return the bytes of a strip or tile, `width` per row. Raises BadImage if they are cut off or not supported."""
+    """Return the bytes of a strip or tile, `width` bytes per row. Raises BadImage if cut off or not supported."""
     if compression == 1:
         content: Data = part[: rows * width]
     elif compression in DEFLATE:

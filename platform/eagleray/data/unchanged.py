@@ -34,7 +34,7 @@ def tagged(
 ) -> tuple[list[Blob], bool]:
     """Return the tars of a local folder with their tags, and whether one was read again because of its stamp.
 
-    Tars in the index keep its tag unless they have changed. New tars have no tag. `now` has the stamps of all tars."""
+    A tar in the index keeps its tag there unless it has changed. A new tar has no tag. `now` has all stamps by name."""
     entries = {blob: known[name(blob)].entry(name(blob)) for blob in blobs if name(blob) in known}
     same_size = {blob: entry for blob, entry in entries.items() if entry.size == blob.size}
     others = [blob for blob, entry in same_size.items() if not now[name(blob)].fits(entry.stamp)]
@@ -63,7 +63,7 @@ def _mark(blob: Blob, stamp: Stamp) -> int:
 
 
 def _tag_now(blob: Blob, tag: str, file: File) -> str:
-    """Return `tag`, the index's, if a shard's content is as indexed, otherwise another. Raises UserError and Outage."""
+    """Return `tag`, a shard's tag in the index, if its content is still as indexed, otherwise another tag."""
     if tag.startswith(f"{WHOLE}:"):
         return content_tag(blob)
     rows = file.read(file.groups[name(blob)], ["offset", "size", "crc"])  # checked, as the index may come from a bucket

@@ -2,5 +2,4 @@
 
 URLs and byte ranges go in. Bytes come out, after retries and checks, from a cache if there is one.
 
-May import: base.
-"""
+May import: base."""

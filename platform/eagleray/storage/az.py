@@ -122,9 +122,8 @@ class AzStore(RestStore):
 
         with source.open("rb", buffering=0) as file:
             names = list(ordered_map(part, range(-(-size // length)), width=UPLOADS))
-        blocks = "".join(
-            f"<Latest>{name}</Latest>" for name in names
-        )  # after a week, Azure deletes blocks that are in no list
+        # Blocks of a failed upload, which are in no list, are deleted by Azure after a week.
+        blocks = "".join(f"<Latest>{name}</Latest>" for name in names)
         ask({"comp": "blocklist"}, f'<?xml version="1.0" encoding="utf-8"?><BlockList>{blocks}</BlockList>'.encode())
 
 

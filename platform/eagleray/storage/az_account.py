@@ -24,8 +24,8 @@ VERSION = "2021-12-02"  # version of the API
 SCOPE = "https://storage.azure.com/.default"
 CONTENT = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
 CONDITIONS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
-MARGIN = 300  # seconds before the end of a token in which a new one is requested
-# Variables that are set where a service or a file provides an identity: then it is a failure to find no token.
+MARGIN = 300  # seconds by which a new token is requested before the old one expires
+# Variables that are set where a service or a file provides an identity. To find no token then is a temporary failure.
 IDENTITIES = ("IDENTITY_ENDPOINT", "MSI_ENDPOINT", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID")
 
 
@@ -58,7 +58,7 @@ class Account:
 
 
 class Accounts:
-    """Holds the account that the environment names."""
+    """Reads the account that the environment names, and keeps it until `renew` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALL = 2**20  # bytes; smaller buffers are not reused
-UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it, so that each fits most blocks; unused pages take no memory
+UNIT = 20 * SMALL  # bytes; buffer sizes are multiples of it, so that one fits most blocks (unused pages take no memory)
 SPARE = 16  # largest number of unused buffers kept for later blocks
 
 
@@ -40,7 +40,7 @@ def new_buffer(length: int) -> memoryview:
 
 
 def _take_spare(length: int) -> NDArray[np.uint8] | None:
-    """Return a spare buffer, neither too short nor far too long, or None. Other threads may take some meanwhile."""
+    """Return a spare buffer, neither too short nor far too long, or None. Other threads may take buffers meanwhile."""
     for _ in range(len(spare_buffers)):
         try:
             base = spare_buffers.popleft()

@@ -1,4 +1,4 @@
-"""Caches blocks on a node's disk for all of its processes, and deletes the least recently used blocks first.
+"""Caches blocks on a machine's disk for all of its processes, and deletes the least recently used blocks first.
 
 A file gets its name only when it is complete. The kernel releases the locks of a process that ends, so a killed process
 leaves nothing but a partial file, which the next writer of the block overwrites."""
@@ -16,7 +16,7 @@ from eagleray.storage.blob import Blob, new_buffer
 
 log = logging.getLogger(__name__)
 STRIPES = 64  # number of lock files that all blocks share
-FREED_SHARE = 0.05  # share of the limit that one eviction frees at least, because listing all files is slow
+FREED_SHARE = 0.05  # smallest share of the limit that an eviction frees, so that it is rare: it lists all files
 STALE = 600  # seconds after which a partial file counts as abandoned
 
 
@@ -34,7 +34,7 @@ class Cache:
         return self._path(*block).exists()
 
     def get(self, blob: Blob, begin: int, end: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """Return a shard's bytes from `begin` to `end`. If they are not cached, one process per node calls `fetch`."""
+        """Return a shard's bytes from `begin` to `end`. If they are not cached, one process of the machine fetches."""
         path = self._path(blob, begin, end)
         data = _read(path, end - begin)
         if data is None:

@@ -87,8 +87,8 @@ def names_of(error: BaseException) -> Iterable[str]:
 
 
 class Allowed:
-    """Remembers the rights that a process has had, by folder. A right in a folder of a bucket counts for all folders
-    below it, as in most policies."""
+    """Remembers the rights that a process has had, by folder. As in most policies, a right in a folder of a bucket
+    holds in all folders below it."""
 
     def __init__(self) -> None:
         self._known: set[tuple[Right, str]] = set()
@@ -102,7 +102,7 @@ class Allowed:
         self._known |= {(right, folder.rstrip("/")) for right in rights}
 
     def has(self, right: Right, url: str) -> bool:
-        """Return whether the process had this right in the URL's folder or in one above it, but below the bucket."""
+        """Return whether the process had this right in the URL's folder, or in a folder between it and the bucket."""
         folder = _folder(right, url)
         if (right, folder) in self._known:
             return True

@@ -20,7 +20,7 @@ DATES = 2**30  # upper bound of the modification times of copies, seconds since 
 
 
 def local_folder(url: str, note: Callable[[str], None] = lambda _: None) -> Path:
-    """Return a local folder with the files of a folder of a store. A local folder is returned as it is.
+    """Return a local folder with the files of the folder at `url`: a copy or, if `url` is local, the folder itself.
 
     A file is copied to the cache unless its copy has the store's size and tag. Copies of files that the store no longer
     has are deleted. Other processes of this machine wait meanwhile. The modification time of a copy is computed from

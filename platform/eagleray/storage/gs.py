@@ -29,7 +29,7 @@ SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 PIECE = 32 * 2**20  # most bytes per request of an upload, a multiple of 256 KiB as the API requires
 FIELDS = "kind,nextPageToken,prefixes,items(name,size,generation)"
 UNSIGNED = "; no Google credentials were found, so the request was anonymous"
-INCOMPLETE = 308  # status of the answer to a piece of an upload that is not the last
+INCOMPLETE = 308  # HTTP status that answers every piece of an upload but the last
 
 
 class GsStore(RestStore):
@@ -194,7 +194,7 @@ class Token:
 
     def __init__(self, pools: Any) -> None:
         self._pools, self._lock = pools, threading.Lock()
-        self._credentials: Any = None  # None: not looked for yet; False: there are none
+        self._credentials: Any = None  # None: not searched yet; False: there are no credentials
         self._signs = False  # whether credentials were found before
 
     @property
@@ -257,7 +257,7 @@ def _path(url: str) -> str:
 
 
 def _json(response: Any, kind: str) -> Any:
-    """Return the JSON of an answer. Raises Transient when it is not of this kind, as from a proxy."""
+    """Return the JSON of an answer. Raises Transient when it is not of this `kind`, as an answer of a proxy."""
     try:
         said = json.loads(body_of(response))
     except (ValueError, RecursionError) as e:

@@ -53,8 +53,8 @@ class Tree:
         return f"hf://datasets/{self.repo}@{self.commit}/{path}"
 
     def splits(self, config: str = "") -> dict[str, list[str]]:
-        """Return the data files of each split of a configuration, by the card or else by the files' names; the split ""
-        has those whose names mention none. Raises UserError if no `config` is given and several are possible."""
+        """Return the data files of each split of a configuration, by the card or, if it has none, by the files' names.
+        Files that name no split are in "". Raises UserError without `config` if none of several is the default."""
         data = [path for path in sorted(self.sizes) if is_data(path)]
         known = {str(c.get("config_name", "default")): c for c in self.configs if isinstance(c, dict)}
         known = {name: c for name, c in known.items() if c.get("data_files")}
@@ -73,8 +73,8 @@ class Tree:
         return out
 
     def select(self, path: str) -> list[str]:
-        """Return the data files that a path, pattern, configuration or split names. Raises UserError if there are none,
-        or several splits."""
+        """Return the data files that `path` names: a path, a pattern, a configuration or a split. Raises UserError if
+        there are no such files, or if they are of several splits."""
         url = f"hf://datasets/{self.repo}"
         if path in self.sizes:
             return [path]
@@ -121,7 +121,7 @@ def _split_of(path: str) -> str:
 
 
 def tree_of(url: str, patience: float = PATIENCE) -> Tree:
-    """Return the files at the commit of a URL's revision. Raises UserError if unreadable, Outage without an answer."""
+    """Return the files at the commit of a URL's revision. Raises UserError if it cannot be read, and Outage."""
     repo, revision, _ = split_url(url)
     if tree := _known.get((repo, revision)):
         return tree
@@ -164,7 +164,7 @@ def _ask(repo: str, revision: str, patience: float) -> Tree:
             raise UserError(f"{url}: {one_line(e)}{f'; {TOKEN}' * (status in (401, 403))}") from None
         except ValueError as e:  # the Hub does not allow every name
             raise UserError(f"{url}: {one_line(e)}") from None
-        except Exception as e:  # several libraries fail here, without network, by a proxy, or for an unexpected answer
+        except Exception as e:  # any library below fails in its own way without network, by a proxy or a wrong answer
             raise Transient(one_line(e) or type(e).__name__) from None
         sizes = {s.rfilename: s.size for s in info.siblings or () if isinstance(s.size, int)}
         configs = info.card_data.to_dict().get("configs") if info.card_data else None

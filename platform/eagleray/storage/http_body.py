@@ -1,7 +1,7 @@
 """Reads answers of HTTP servers into a buffer without copies, and aborts those that are slower than a minimum speed.
 
-The speed is checked where bytes come from the socket, and so for headers, errors and bodies, whoever reads them. A
-timeout between two bytes alone would never end an answer that comes a few bytes at a time."""
+The speed is checked where bytes come from the socket, and so for headers, errors and bodies, whichever code reads them.
+urllib3's timeout, between two bytes, would never end an answer that comes a few bytes at a time."""
 
 import io
 import time
@@ -14,8 +14,8 @@ from eagleray.storage.blob import new_buffer
 from eagleray.storage.retry import Transient
 
 READ_TIMEOUT = 20  # seconds without a byte after which a transfer is aborted
-GRACE = 20.0  # seconds that an answer may take longer than at SLOWEST bytes per second
-PROCESSING = 300.0  # seconds of GRACE for a POST: S3 sends spaces while it joins the parts of an upload
+GRACE = 20.0  # seconds that an answer may take in addition to its time at SLOWEST bytes per second
+PROCESSING = 300.0  # the same for a POST: S3 sends spaces while it joins the parts of an upload
 SLOWEST = 64 * 2**10  # minimum speed, bytes per second
 PIECE = 2**20  # bytes read at a time from a body
 MOST = 2**34  # most bytes of a file that is read as a whole
@@ -69,7 +69,7 @@ class Answer(HTTPResponse):
 
 
 def with_floor(pools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return urllib3's classes of connection pools, by scheme, with connections that check the speed of answers."""
+    """Return urllib3's classes of connection pools by scheme, with connections that check the speed of answers."""
     out = {}
     for scheme, pool in pools.items():
         connection = type("Connection", (pool.ConnectionCls,), {"response_class": Answer})

@@ -1,6 +1,6 @@
-"""Reads https:// and http:// URLs from any server that answers Range with a part of the file (RFC 9110, section 14).
+"""Reads https:// and http:// URLs from any server that supports the header Range (RFC 9110, section 14).
 
-Such a server can neither list nor store files."""
+Files can neither be listed nor written there."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class ReadOnly(OSError, UserError):
 
 
 class HttpsStore(RestStore):
-    """Reads files from web servers. As these list nothing, URLs name every shard, by braces or one by one."""
+    """Reads files from web servers. As servers list nothing, URLs must name every shard, by braces or one by one."""
 
     scheme, lists = "https", False
 

@@ -1,4 +1,4 @@
-"""Lists folders of stores that answer in pages. Each page must be one of this folder, and continue the listing."""
+"""Lists folders of stores that answer in pages. A page of another folder, or one that was sent before, is refused."""
 
 import logging
 import time
@@ -41,8 +41,8 @@ class Listing:
         raise NotImplementedError
 
     def _page(self, bucket: str, prefix: str, delimiter: str, marker: str, after: str = "") -> Page:
-        """Request a page of the files whose keys begin with `prefix`, by the `marker` in the page before. With a
-        delimiter, the page has the direct subfolders instead of the files in them."""
+        """Request a page of the files whose keys begin with `prefix`: the first or, with the `marker` of a page, the
+        next. With a delimiter, subfolders come in place of the files in them. For `after`, see `seeks`."""
         raise NotImplementedError
 
     def _call(self, right: Right, url: str, run: Callable[[], T], patience: float) -> T:

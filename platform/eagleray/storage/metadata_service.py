@@ -1,7 +1,7 @@
 """Asks a cloud machine's metadata service why it gave no credentials.
 
-botocore does not distinguish a service that failed from one without credentials. After a failure, it would be wrong to
-read anonymously."""
+botocore does not tell a service that failed from a service without credentials. Only without credentials may the store
+be read anonymously."""
 
 import os
 import urllib.error
@@ -27,7 +27,7 @@ def failure(setting: Callable[[str], Any]) -> str:
         if not _overloaded(status):
             headers = {"X-aws-ec2-metadata-token": token} if status == 200 else {}
             status, role = _ask(address + ROLE, "GET", headers)
-            if status == 200 and role.strip():  # it has a role, but did not give its credentials to botocore
+            if status == 200 and role.strip():  # the machine has a role, but botocore did not get its credentials
                 return f"the metadata service at {address} did not give the credentials of its role"
     except TimeoutError:  # a server accepted the connection, but does not answer
         return f"the metadata service at {address} does not answer"

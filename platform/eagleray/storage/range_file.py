@@ -28,7 +28,7 @@ def read_span(span: Span) -> memoryview:
 class RangeFile(io.RawIOBase):
     """Reads a span as a seekable stream.
 
-    With `sparse`, for headers alone, it reads STEP bytes at a time, unless that would take more requests to a store."""
+    With `sparse`, for reading headers only, it reads STEP bytes at a time, from a store only after jumps beyond FAR."""
 
     def __init__(self, span: Span, *, sparse: bool = False) -> None:
         self.span, self.at, self.end = span, 0, 0

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """An error answer of a service: its status, the service's code, and a line with these and the message."""
+    """An error answer of a service: its HTTP status, the service's error code, and a line with both and the message."""
 
     def __init__(self, status: int, code: str, line: str, missing: bool, *names: str, sender: Any = None) -> None:
         """`names` are the names by which the error is classified, by default its code and status. `sender` is the
@@ -48,8 +48,8 @@ class RemoteStore(Listing):
         return True
 
     def _open(self, url: str, tag: str = "", span: str = "") -> Any:
-        """Request a file, or its bytes `span` as in the header Range, unless its tag is no longer `tag`. Returns
-        urllib3's response with an unread body."""
+        """Request a file, or only its bytes `span`, in the form of the header Range. With `tag`, a file with another
+        tag is refused. Returns urllib3's response with an unread body."""
         raise NotImplementedError
 
     def _tag_said(self, headers: Mapping[str, str]) -> str:
@@ -84,7 +84,7 @@ class RemoteStore(Listing):
     def read(self, url: str, start: int, length: int, *, tag: str = "", patience: float = PATIENCE) -> memoryview:
         if length == 0:
             return memoryview(b"")
-        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # a local file's tag does not count here
+        tag = tag if tag.startswith(f"{self.scheme}:") else ""  # tags of other stores cannot be compared
 
         def run() -> memoryview:
             response = self._open(url, tag, f"bytes={start}-{start + length - 1}")
@@ -133,7 +133,7 @@ class RemoteStore(Listing):
             except Refused as e:
                 if not self._exists(e):
                     raise
-                # An earlier attempt, whose answer was lost, may have created it.
+                # An earlier attempt, whose answer was lost, may have created the file.
                 with contextlib.suppress(FileNotFoundError):
                     return self._whole(url)[0] == data
                 return False
@@ -213,7 +213,7 @@ def _missing(absent: FileNotFoundError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """A context that raises UserErrors as OSErrors, like those of a disk."""
+    """A context that raises a UserError as an OSError, which writing to a disk would raise."""
     try:
         yield
     except UserError as e:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 10.0  # seconds of retries while a person waits
 FIRST, LONGEST = 0.1, 15.0  # seconds between attempts, at first and at most
-QUIET = 5.0  # seconds before the first warning; each of the next four waits twice as long
+QUIET = 5.0  # seconds of failure before the first warning; this pause doubles after each of the first four warnings
 _random = random.SystemRandom()  # the system's generator, as forked loader processes would share a seed
 
 
@@ -24,8 +24,8 @@ _least = ContextVar[float]("least", default=0.0)
 
 @contextlib.contextmanager
 def at_least(patience: float) -> Iterator[None]:
-    """A context that repeats requests of this thread, and of `ordered_map` in it, for at least `patience` seconds. It
-    is for places where nobody waits for an error, and an error would end hours of work."""
+    """A context that repeats failed requests of this thread, and of `ordered_map` in it, for at least `patience`
+    seconds. It is for work of hours, which an error would end, and for which no person waits."""
     before = _least.set(patience)
     try:
         yield

@@ -29,7 +29,7 @@ ANONYMOUS = "; no AWS credentials were found, so the request was anonymous"
 
 
 class S3Store(RemoteStore):
-    """Reads and writes s3:// URLs; `call_with_retries` repeats requests, boto3 does not."""
+    """Reads and writes s3:// URLs. Failed requests are repeated by `call_with_retries`, not by boto3."""
 
     scheme = "s3"
     seeks = True

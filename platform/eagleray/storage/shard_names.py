@@ -11,15 +11,15 @@ PACKED = re.compile(r"\.(tar\.[a-z0-9]{1,6}|tgz|taz|tbz2?|txz|tlz|tzst)$")
 
 
 def is_shard(url: str, pattern: str = "") -> bool:
-    """Return whether a file of this name or URL is a shard. Hidden files are not, as in folders of images: macOS writes
-    `._x.tar` beside `x.tar`. As in a shell, a `pattern` that begins with a dot includes them."""
+    """Return whether a file of this name or URL is a shard. Hidden files, such as `._x.tar`, which macOS writes beside
+    `x.tar`, are shards only if the user's `pattern` also begins with a dot, as in a shell."""
     name = url.rpartition("/")[2]
     return name.lower().endswith(".tar") and (not name.startswith(".") or pattern.startswith("."))
 
 
 def is_parquet(url: str, pattern: str = "") -> bool:
-    """Return whether a file of this name or URL is a Parquet file of data. As for other readers of such folders, names
-    that begin with a dot or an underscore are not. Nor is `index.parquet`, which eagleray writes."""
+    """Return whether a file of this name or URL is a Parquet file of data. As for other readers, names that begin with
+    a dot or underscore are not, unless `pattern` does, too. Nor is `index.parquet`, which eagleray writes."""
     name = url.rpartition("/")[2]
     hidden = name.startswith((".", "_")) and not pattern.startswith((".", "_"))
     return name.lower().endswith(PARQUET) and name != INDEX and not hidden
@@ -31,7 +31,7 @@ def is_data(url: str) -> bool:
 
 
 def no_shards(names: Iterable[str], below: Iterable[str] = ()) -> str:
-    """Return text saying that no file in a folder is a shard, with the kinds of its files (`names`, and `below` it)."""
+    """Return text saying that a folder has no shards, but other files: `names` in it, and `below` in its subfolders."""
     direct, deeper = kinds_of_files(names), kinds_of_files(below)
     found = [direct] * bool(direct) + [f"{deeper} in subfolders"] * bool(deeper)
     return "no .tar shards there" + (f", but {', '.join(found)}" if found else ", nor anything else")

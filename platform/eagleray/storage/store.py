@@ -205,8 +205,7 @@ def check_writable(url: str, key: str = "") -> None:
 
 
 def expect_access(url: str, rights: Sequence[Right] = RIGHTS) -> None:
-    """From now on, treat refused requests below a folder as temporary: an earlier process of the run had these rights
-    there."""
+    """From now on, treat refused requests below a folder as temporary, as an earlier process had these rights there."""
     store(url).allowed.add_folder(url, rights)
 
 
@@ -216,8 +215,7 @@ def is_remote(url: str) -> bool:
 
 
 def folder_of(url: str) -> Path | None:
-    """Return the path on this machine that a URL names, for programs that read and write files; None for other
-    stores."""
+    """Return the path on this machine that a URL names, for code that reads and writes files. None for other stores."""
     return None if is_remote(url) else local_path(url)
 
 
@@ -261,7 +259,7 @@ def put_bytes(url: str, data: bytes) -> None:
 
 def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Literal["file", "folder", ""]:
     """Return whether a file or a folder has exactly this name, without expanding wildcards and braces; "" for neither.
-    With `part`, the URL is followed by a slash and more. Raises UserError and Outage when a store does not answer."""
+    With `part`, a slash and more follow the URL. Raises UserError or Outage when a store does not answer."""
     if path := folder_of(url):
         return "folder" if path.is_dir() else "file" if path.is_file() else ""
     storage = store(url)
@@ -343,8 +341,8 @@ def select(
 
 
 def _inside(p: Pattern, files: Iterable[str], patience: float) -> list[Blob]:
-    """Return the shards in a remote folder that has a shard's name, such as x.tar, as given by the pattern. Raises
-    UserError when there are none, with the kinds of the `files` beside it."""
+    """Return the shards in the remote folder that a pattern names, such as x.tar. Raises UserError when there are none;
+    the message tells the kinds of `files`, the files in the pattern's folder."""
     if not p.is_glob and is_remote(p.folder) and store(p.folder).lists:
         inside = {b.url.rpartition("/")[2]: b for b in _list(f"{p.folder}/{p.name}/", "", patience)}
         if names := Pattern(p.url, p.folder, "").choose(inside):
@@ -366,9 +364,9 @@ def _below(folder: str) -> list[str]:
 
 
 def _find(folder: str, mine: Sequence[Pattern], patience: float) -> list[Blob]:
-    """Return the files of a folder that patterns may select; without listings, the files that the patterns name."""
+    """Return the files of a folder that patterns may select. In a store without listings, they are the named files."""
     if store(folder + "/").lists:
-        # A prefix of characters, not of path components, is what a listing can be restricted to.
+        # A listing can be restricted to names with a common prefix, which need not be a whole path component.
         return _list(folder + "/", os.path.commonprefix([re.split(r"[*?\[]", p.name)[0] for p in mine]), patience)  # noqa: RUF071
     if unnamed := [p.url for p in mine if p.is_glob]:
         from eagleray.storage.https import NO_LISTING

@@ -1,8 +1,8 @@
 """Lists a folder of a store with many concurrent requests, by dividing its names into spans during the listing.
 
 How the names are distributed is unknown, so an idle thread takes over the second half of the unlisted rest of the span
-that has yielded most files. The middle is computed from the characters of the span's ends. If no names follow it, one
-request shows this, and the next middle is nearer. Each name is always in exactly one span."""
+that has yielded most files. The middle is computed from the characters of the span's ends. If no names lie behind the
+middle, one request shows this, and the next middle is nearer. Each name is always in exactly one span."""
 
 import itertools
 import queue
@@ -26,9 +26,9 @@ WHOLE: Names = ("", "")
 @dataclass(eq=False)
 class _Span:
     after: str  # names up to this one have been yielded
-    stop: str
+    stop: str  # upper bound of the span's names; empty: none
     seen: str  # names up to this one have been listed
-    batches: int = 0
+    batches: int = 0  # number of batches listed so far
 
 
 class Disordered(Exception):
@@ -92,7 +92,7 @@ class _WideWalk:
             self._put(e)
 
     def _take(self) -> _Span | None:
-        """Wait for a span to list, and return it. Returns None when there will be no more."""
+        """Wait for a span to list, and return it. Return None when there will be no more spans."""
         with self.changed:
             while not self.over:
                 if not self.waiting:

@@ -1,7 +1,6 @@
 """Random crops and colour operations on images.
 
-Decoded images and the settings of views go in; crops and normalised batches come out, the same for the same seed, epoch
-and sample.
+Decoded images and the settings of views go in. Crops and normalised batches come out. They depend on the seed, the
+epoch and the sample alone.
 
-May import: base, config.
-"""
+May import: base, config."""

@@ -1,7 +1,7 @@
-"""Means and standard deviations of pixels in [0, 1], by channel, with which a backbone's input is normalised."""
+"""The mean and the standard deviation by which each channel of a backbone's input, pixels in [0, 1], is normalised."""
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of red, green and blue
-HALF, QUARTER = 0.5, 0.25  # mean and standard deviation to which the levels of any other channels are scaled
+HALF, QUARTER = 0.5, 0.25  # mean and standard deviation to which decoding scales each channel of images other than RGB
 
 
 def colours(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

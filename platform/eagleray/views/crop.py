@@ -11,11 +11,11 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-if TYPE_CHECKING:  # a model in MLflow holds a copy of this file without the rest of eagleray
+if TYPE_CHECKING:  # no import at run time: a model in MLflow has a copy of this file without the rest of eagleray
     from eagleray.config.view import View
 
-NARROW = 8  # largest ratio of the sides of an image that is resized as a whole; `centre_crop` says why
-# The functions that torchvision's antialiased resize calls. These overloads write into a given tensor.
+NARROW = 8  # largest ratio of the longer to the shorter side at which a whole image is resized; see `centre_crop`
+# The functions that torchvision's antialiased resize calls, in the overloads that write into a given tensor.
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
@@ -23,7 +23,7 @@ RESIZE = {
 
 
 def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: Sequence[Tensor]) -> None:
-    """Write the resized crop of each of V views of an image (3, H, W) into `out`, V tensors (3, S, S).
+    """Cut a crop for each of V views out of an image (3, H, W), and write it, resized, into `out`, V tensors (3, S, S).
 
     The rows of `boxes` (V, 4) are top, left, height and width in pixels."""
     for (top, left, h, w), view, target in zip(boxes.tolist(), views, out, strict=True):
@@ -34,8 +34,8 @@ def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: 
 def centre_crop(image: Tensor, *, resize: int, size: int) -> Tensor:
     """Resize the shorter side to `resize` pixels, bicubic, and return the centre crop (3, size, size).
 
-    Of an image whose longer side is more than NARROW times its shorter side, only the middle is resized: all of an
-    image of 3,000,000 x 1 pixels would take 590 GB."""
+    If the longer side is more than NARROW times the shorter side, only the middle of the image is resized: resizing all
+    of an image of 3,000,000 x 1 pixels would take 590 GB."""
     height, width = image.shape[1:]
     longest = NARROW * min(height, width) * max(1, math.ceil(size / resize))
     if max(height, width) > longest:

@@ -1,8 +1,8 @@
 """Crops and resizes images of a whole batch on a device, to the same pixels as `crop` does on a CPU.
 
 On a CPU, PyTorch and Pillow compute the antialiased resize of uint8 pixels with integers: in one pass along the rows
-and one along the columns, each with 16-bit weights and a uint8 result. Integers give the same pixels on any device.
-Float64 weights round to the same integers on any device, as none lies near enough to the middle of two. Sizes: R rows
+and one along the columns, each with 16-bit weights and a uint8 result. So does this module, on any device. Weights are
+computed in float64: as none is close to a half, all devices round them to the same integers. Letters in shapes: R rows
 of pixels, n crops of S x S pixels, N channels, K taps (weights for each pixel of a crop)."""
 
 import itertools
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from eagleray.config.view import View
 
-AT_ONCE = 2**24  # most values of a piece after its first pass, 8 bytes each; a single crop may have more
-REACH = {"bilinear": 1.0, "bicubic": 2.0}  # pixels with weights on either side, if the image is not reduced
-LIMIT, MOST_BITS = 2**15, 22  # bound of a weight as an integer; most bits by which a weight is shifted left
+AT_ONCE = 2**24  # most values, of 8 bytes each, that the first pass computes at once; a single crop may have more
+REACH = {"bilinear": 1.0, "bicubic": 2.0}  # reach of the kernel to either side in pixels, if the image is not reduced
+LIMIT, MOST_BITS = 2**15, 22  # bound of an integer weight; most bits by which a weight is shifted left before rounding
 
 
 def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) -> Tensor:
-    """Return the resized crops (V, B, N, S, S) of V views of one size, from decoded images on the device.
+    """Return the resized crops (V, B, N, S, S) of B decoded images on the device, for V views of one size.
 
-    `pixels` (P, N) are those of all images, one after the other. The columns of `boxes` (V, B, 4) are a crop's first
-    pixel in `pixels`, its row stride in pixels, its height and its width. The host does not wait for the device."""
+    `pixels` (P, N) are those of all images, one image after another. The columns of `boxes` (V, B, 4) are the index of
+    a crop's first pixel, its row stride in pixels, its height and its width. The host does not wait for the device."""
     size, channels = views[0].size, pixels.shape[1]
     out = pixels.new_empty((math.prod(boxes.shape[:2]), channels, size, size))
     for interpolation in {view.interpolation: None for view in views}:
         mine = np.repeat([view.interpolation == interpolation for view in views], boxes.shape[1]).nonzero()[0]
-        mine = mine[boxes.reshape(-1, 4)[mine, 2:].max(1).argsort(kind="stable")]  # a piece's largest crop sets K
+        # Crops are sorted by size, because the largest of those that are computed together decides their K.
+        mine = mine[boxes.reshape(-1, 4)[mine, 2:].max(1).argsort(kind="stable")]
         chosen = boxes.reshape(-1, 4)[mine]
         table = torch.from_numpy(np.concatenate([mine[:, None], chosen], 1)).to(pixels.device, non_blocking=True)
         piece = np.cumsum(chosen[:, 2]) * (size * channels) // AT_ONCE
@@ -45,8 +46,8 @@ def crop_batch(pixels: Tensor, boxes: NDArray[np.int64], views: Sequence[View]) 
 def _resized(
     pixels: Tensor, boxes: Sequence[Tensor], rows: int, longest: Sequence[int], size: int, interpolation: str
 ) -> Tensor:
-    """Return the crops (n, N, S, S) of `boxes`, the four columns (n,) of a part of the boxes of `crop_batch`. Their
-    heights sum to `rows`. `longest` is the largest height and the largest width."""
+    """Return n resized crops (n, N, S, S). `boxes` are the four columns (n,) of their boxes as in `crop_batch`. `rows`
+    is the sum of their heights, `longest` their largest height and their largest width."""
     first, stride, height, width = boxes
     ends = height.cumsum(0)
     begins, row = ends - height, torch.arange(rows, device=pixels.device)
@@ -61,8 +62,8 @@ def _resized(
 
 
 def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -> Tensor:
-    """Return the sums (m, S, C) of K successive rows of `source` (P, C), from row `at` (m, S) on, times their weights
-    (m, S); shifted right by `bits` (m,) and rounded to uint8. Rows beyond the last one must have weight 0."""
+    """Return weighted sums (m, S, C), each of K successive rows of `source` (P, C) from row `at` (m, S) on. `weights`
+    are K tensors (m, S), 0 for rows beyond the last. Sums are shifted right by `bits` (m,) and rounded to uint8."""
     sums = (1 << (bits - 1)).view(-1, 1, 1).expand(*at.shape, source.shape[1]).contiguous()
     for weight in weights:
         sums.addcmul_(source.index_select(0, at.flatten()).view(sums.shape), weight.unsqueeze(2))
@@ -71,8 +72,8 @@ def _pass(source: Tensor, at: Tensor, weights: Iterable[Tensor], bits: Tensor) -
 
 
 def weigh(length: Tensor, longest: int, size: int, interpolation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how to resize n lines of `length` (n,) pixels to `size` = S: the first pixel (n, S) of each sum, the
-    weights (K, n, S), and the bits (n,) by which each line's weights are shifted. K follows from the longest length."""
+    """Return how to resize n lines of `length` (n,) pixels to `size` = S: the first pixel (n, S) of each weighted sum,
+    integer weights (K, n, S), and the bits (n,) by which they are shifted. The largest length, `longest`, sets K."""
     reach, taps = REACH[interpolation], 2 * math.ceil(REACH[interpolation] * max(longest / size, 1)) + 1
     scale = (length.double() / size).unsqueeze(1)
     centre = scale * (torch.arange(size, device=length.device) + 0.5)  # (n, S)
@@ -89,7 +90,7 @@ def weigh(length: Tensor, longest: int, size: int, interpolation: str) -> tuple[
 
 
 def kernel(x: Tensor, interpolation: str) -> Tensor:
-    """Return the weights at distances in pixels: a triangle, or the cubic kernel of Keys (1981) with a = -1/2."""
+    """Return the weights at distances x in pixels: a triangle, or the cubic kernel of Keys (1981) with a = -1/2."""
     x = x.abs()
     if interpolation == "bilinear":
         return (1 - x).clamp_(min=0)

@@ -9,7 +9,7 @@ from eagleray.base.rng import seed_global_generators
 
 
 class Mixing:
-    """Mixes every batch with itself in reverse order and smooths the labels.
+    """Mixes each batch with the same batch in reverse order, and smooths the labels.
 
     If both Mixup and CutMix are on, one of the two is drawn for each batch."""
 
@@ -26,7 +26,7 @@ class Mixing:
         targets = []
         if even:
             with seed_global_generators(int(torch.randint(2**32, ()))):
-                targets.append(self.mix(x[:even], y[:even])[1])  # changes x in place; timm takes an even batch only
+                targets.append(self.mix(x[:even], y[:even])[1])  # changes x in place; timm requires an even batch size
         if even < len(x):
             targets.append(mixup_target(y[even:], self.classes, 1.0, self.smoothing))
         return x, torch.cat(targets)

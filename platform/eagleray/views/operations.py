@@ -37,7 +37,7 @@ def operate(name: str, crop: Tensor, seed: int) -> None:
 
 @functools.cache
 def policy(name: str, size: int, interpolation: str) -> RandAugment:
-    """Return timm's policy for crops of `size` pixels. Pixels from outside the crop get ImageNet's mean colour."""
+    """Return timm's policy `name` for crops of `size` pixels. Areas that it leaves empty get ImageNet's mean colour."""
     fill = tuple(round(255 * x) for x in MEAN)
     settings = {"translate_const": int(size * 0.45), "img_mean": fill}
     augmentation = rand_augment_transform(name, settings | {"interpolation": str_to_pil_interp(interpolation)})
@@ -55,8 +55,8 @@ def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 def augment(crop: Tensor, view: View, seed: int) -> None:
     """Apply the view's RandAugment policy to a uint8 crop (3, S, S) in place. The seed decides the operations.
 
-    Unlike in timm, a flip comes after the policy. As every horizontal operation has a random sign, the distribution is
-    the same."""
+    The view's flip comes after the policy, in timm before it. The distribution is the same, because every horizontal
+    operation has a random sign."""
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
     with seed_global_generators(seed):

@@ -1,6 +1,6 @@
 """Pastes images on other images of their batch, in boxes drawn at random (Yang et al. 2021, arXiv:2102.08318).
 
-B square images of S x S pixels. The columns of boxes (B, 4) are left, top, right and bottom."""
+A batch has B square images of S x S pixels. The columns of boxes (B, 4) are left, top, right and bottom."""
 
 import math
 
@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DRAWS = 6  # uniform numbers needed for the box and the cut of one image
-WIDEST = 2.0  # largest ratio of a box's sides, of width to height or of height to width
+DRAWS = 6  # uniform random numbers that the box and the cut of one image take
+WIDEST = 2.0  # largest ratio of a box's longer side to its shorter side
 
 
 def draw_boxes(u: Tensor, smallest: float, size: int) -> tuple[Tensor, Tensor]:
-    """Return the boxes (B, 4) to paste into, in pixels of a background of `size`, and the cuts (B, 4), in fractions of
-    sides.
+    """Return the boxes (B, 4) to paste into, in pixels, and the cuts (B, 4) to paste, in fractions of an image's sides.
 
-    A cut is the largest part of a square image with its aspect ratio. Its box has the same ratio, so nothing is
-    distorted. Two lengths are drawn from `smallest` to 1 times `size`. The box is the largest whose longer side is
-    within the longer length, and the shorter side within the shorter. `u` (B, DRAWS) are the uniform numbers."""
+    An aspect ratio is drawn for each image. The cut is the largest part of the square image with this ratio. The box
+    has the same ratio, so that nothing is distorted. Two lengths are drawn from `smallest` * `size` to `size`, the side
+    of the background in pixels. The box is the largest whose longer side is at most the longer length and whose shorter
+    side is at most the shorter length. `u` (B, DRAWS) are uniform random numbers."""
     ratio = torch.exp(math.log(WIDEST) * (2 * u[:, :1] - 1))  # width over height
     shape = torch.cat([ratio, 1 / ratio], 1).clamp(max=1)  # (B, 2) width and height, the longer one being 1
     lengths = smallest + (1 - smallest) * u[:, 1:3]
@@ -30,7 +30,7 @@ def draw_boxes(u: Tensor, smallest: float, size: int) -> tuple[Tensor, Tensor]:
 
 
 def paste(images: Tensor, backgrounds: Tensor, boxes: Tensor, cuts: Tensor) -> Tensor:
-    """Return `backgrounds` (B, 3, S, S) with `cuts` of `images` (B, 3, T, T) in `boxes`, both as from `draw_boxes`."""
+    """Return `backgrounds` (B, 3, S, S) with the `cuts` of `images` (B, 3, T, T) in the `boxes` of `draw_boxes`."""
     pixels = torch.arange(backgrounds.shape[3], device=images.device, dtype=images.dtype) + 0.5
     first, last = boxes.unsqueeze(2).split(2, 1)  # (B, 2, 1)
     share = (pixels - first) / (last - first)  # (B, 2, S) x and y of each pixel, 0 to 1 over the box

@@ -13,13 +13,13 @@ from eagleray.config.view import APPLIED
 from eagleray.views.colours import colours
 from eagleray.views.sampling import COLUMNS
 
-TAPS = 13  # most pixels of the blur's kernel, 3 standard deviations of the widest blur to each side
+TAPS = 13  # most taps of the blur's kernel: the centre and, for a sigma of 2 pixels, 3 sigma to each side
 LUMA = (0.2989, 0.587, 0.114)
 FLIP, FIRST, BRIGHTNESS, SIGMA, TOP = (COLUMNS.index(c) for c in ("flip", "first", "brightness", "sigma", "erase_top"))
 RECROP, NOISE_STD, NOISE_SEED, QUARTERS, CUT, TURN = (
     COLUMNS.index(c) for c in ("recrop_top", "noise_std", "noise_seed", "quarters", "cut_top", "turn0")
 )
-# The column that is above 0 where an operation is applied, for operations without a column of their own name.
+# The column that is above 0 where an operation is applied, for the operations whose column has another name.
 NAMES = {"recrop": "recrop_height", "blur": "sigma", "noise": "noise_std", "rotate": "quarters", "cutout": "cut_side"}
 SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 
@@ -27,7 +27,7 @@ SWITCHES = {name: COLUMNS.index(NAMES.get(name, name)) for name in APPLIED}
 def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
     """Turn uint8 crops (B, 3, S, S) on the device into normalised views. The parameters (B, P) stay on the CPU.
 
-    With `compiled`, colour jitter accesses the batch a few times, instead of parts of it some eighty times."""
+    With `compiled`, colour jitter is compiled: it accesses the batch a few times, not parts of it some eighty times."""
     x = images.float() / 255
     on_device = params.to(x.device, non_blocking=True)
     turns = params[:, TURN : TURN + len(APPLIED)]
@@ -45,8 +45,8 @@ def apply(images: Tensor, params: Tensor, *, compiled: bool = False) -> Tensor:
 
 
 def apply_one_(x: Tensor, name: str, on: Tensor, params: Tensor, on_device: Tensor) -> None:
-    """Apply one operation in place to those images (B, 3, S, S) that the mask `on` (B,) selects. The parameters (B, P)
-    are given on the CPU and on the device."""
+    """Apply the operation `name` in place to those images x (B, 3, S, S) that the mask `on` (B,) selects. `params`
+    (B, P) are the parameters on the CPU, `on_device` their copy on the device."""
     if name == "jitter":
         for turn in range(4):
             for op, function in enumerate(jitters(x)):
@@ -69,12 +69,12 @@ def grain(x: Tensor, row: Tensor) -> Tensor:
 
 
 def finish(images: Tensor, params: Tensor) -> Tensor:
-    """Normalise uint8 crops (B, 3, S, S) after all other operations, and erase boxes. `params` are those of `apply`."""
+    """Normalise uint8 crops (B, 3, S, S) and erase boxes, after all other operations. `params` (B, P) as in `apply`."""
     return erase_(normalise(images, images.device), params[:, TOP:])
 
 
 def apply_where(x: Tensor, on: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the images that the mask `on` (B,) on the CPU selects, at indices `rows`, by `function(images, rows)`."""
+    """Replace the images x[rows] that `on` (B,), a mask on the CPU, selects by `function(x[rows], rows)`."""
     rows = on.nonzero().squeeze(1)
     if len(rows):
         rows = rows.to(x.device, non_blocking=True)
@@ -87,12 +87,12 @@ def brightness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend each image with the mean of its luminance. A factor (B,) of 1 changes nothing."""
+    """Blend each image with the mean of its luminance. A factor (B,) of 0 gives the mean, 1 the image."""
     return torch.lerp(gray(x).mean((1, 2, 3), keepdim=True), x, per_image(factor)).clamp_(0, 1)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend each image with its luminance. A factor (B,) of 1 changes nothing."""
+    """Blend each image with its luminance. A factor (B,) of 0 gives the luminance, 1 the image."""
     return torch.lerp(gray(x), x, per_image(factor)).clamp_(0, 1)
 
 
@@ -119,13 +119,13 @@ def gray(x: Tensor) -> Tensor:
 def blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur each image with a Gaussian of its `sigma` (B,) pixels. The borders are reflected.
 
-    Two products with a banded matrix per image use a GPU's fast matrix units. Convolutions would not, as each image has
-    its own kernel."""
+    Each image is multiplied from both sides by a banded matrix of its own, on a GPU's fast matrix units. Convolutions
+    would not use these units, as each image has its own kernel."""
     size = x.shape[-1]
     reach = min(TAPS // 2, size - 1)
     at = torch.arange(-reach, reach + 1, device=x.device)
-    taps = torch.softmax(-0.5 * (at / sigma.unsqueeze(1)) ** 2, 1)  # (B, K)
-    source = (torch.arange(size, device=x.device).unsqueeze(1) + at).abs()  # (S, K) reflected at the first pixel
+    taps = torch.softmax(-0.5 * (at / sigma.unsqueeze(1)) ** 2, 1)  # (B, K) with K taps
+    source = (torch.arange(size, device=x.device).unsqueeze(1) + at).abs()  # (S, K) indices of pixels, reflected at 0
     source = torch.where(source < size, source, 2 * (size - 1) - source)
     pixels = torch.arange(size, device=x.device)
     band = (source.T.unsqueeze(2) == pixels).to(x.dtype).flatten(1)  # (K, S * S)
@@ -180,7 +180,7 @@ JITTERS = (brightness, contrast, saturation, hue)
 
 
 def jitters(x: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """Return the operations of colour jitter for images (B, N, S, S). The last two are only for red, green and blue."""
+    """Return the operations of colour jitter for images (B, N, S, S). Saturation and hue are for RGB images only."""
     return JITTERS if x.shape[1] == len(LUMA) else JITTERS[:2]
 
 
@@ -188,8 +188,8 @@ def jitter(x: Tensor, order: Tensor, strengths: Tensor) -> Tensor:
     """Apply up to four operations to each image (B, 3, S, S), one after the other. `order` (B, 4) has their indices in
     JITTERS, or -1 for none. `strengths` (B, 4) has a column for each operation.
 
-    Every operation is computed for all images, and the right result selected. Compiled, each of the four turns is one
-    kernel and one for the mean that contrast needs."""
+    In each of the four turns, every operation is computed for all images, and each image keeps the result of its own
+    operation. Compiled, a turn takes two kernels, one of them for the mean that contrast needs."""
     for turn in range(4):
         op, changed = per_image(order[:, turn]), x
         for number, function in enumerate(jitters(x)):
@@ -216,8 +216,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # each takes image
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Normalise images (..., N, S, S) in [0, 1] in place by `colours`: ImageNet's means and standard deviations for
-    RGB, otherwise those to which the levels of all other channels are scaled."""
+    """Normalise images (..., N, S, S) in [0, 1] in place by the means and standard deviations of `colours`: ImageNet's
+    for RGB, otherwise those to which decoding has scaled every channel."""
     mean, std = colours(x.shape[-3])
     return x.sub_(per_channel(mean, x.device)).div_(per_channel(std, x.device))
 
@@ -233,10 +233,10 @@ def normalise(images: Tensor, device: torch.device) -> Tensor:
 
 
 def erase_(x: Tensor, boxes: Tensor) -> Tensor:
-    """Fill the boxes (B, 5) that `sampling.erase_boxes` returns with normal noise, in images (B, 3, S, S), in place.
+    """Fill a box of each image x (B, 3, S, S) in place with normal noise.
 
-    The boxes are on the CPU. Each box has its own seed, so its noise does not depend on the rest of the batch. The
-    noise is the same on all devices of one kind."""
+    `boxes` (B, 5), on the CPU, are results of `sampling.erase_boxes`. Each has its own seed, so its noise does not
+    depend on the rest of the batch, and is the same on all devices of one kind."""
     for row in boxes[:, 2].nonzero().squeeze(1).tolist():
         top, left, h, w, seed = (int(value) for value in boxes[row].tolist())
         noise = torch.Generator(x.device).manual_seed(seed)
@@ -246,7 +246,7 @@ def erase_(x: Tensor, boxes: Tensor) -> Tensor:
 
 @functools.cache
 def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return a constant (N, 1, 1) on the device. It is cached, as copying it in every step would make the host wait."""
+    """Return N `values` as a tensor (N, 1, 1), cached, as copying it in every step would make the host wait."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 

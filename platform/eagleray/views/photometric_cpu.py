@@ -34,11 +34,11 @@ cv2.setNumThreads(0)  # the loader's processes already share the cores
 Floats = NDArray[np.float32]
 IDENTITY = np.eye(3, dtype=np.float32)
 LUMINANCE = np.tile(np.array(LUMA, np.float32), (3, 1))  # (3, 3) matrix that turns every channel into the luminance
-REACH = 5  # standard deviations beyond which the blur's taps, being below 4e-6, are left out
+REACH = 5  # standard deviations beyond which the blur's taps are left out, as they are below 4e-6
 
 
 def apply_(crops: Tensor, params: Tensor) -> None:
-    """Apply all operations except erasing to uint8 crops (B, 3, S, S) in place. Their parameters are (B, P)."""
+    """Apply all operations except erasing to uint8 crops (B, 3, S, S) in place. `params` (B, P) has a row per crop."""
     for planes, row in zip(crops.numpy(), params.numpy(), strict=True):
         order = [APPLIED[int(number)] for number in row[TURN : TURN + len(APPLIED)]]
         names = [name for name in order if row[SWITCHES[name]]]
@@ -93,8 +93,8 @@ def brightness_(x: Floats, factor: float) -> None:
 
 
 def contrast_(x: Floats, factor: float) -> None:
-    """Blend an image with the mean of its luminance, or of all channels if it is not RGB. A factor of 1 changes
-    nothing."""
+    """Blend an image with the mean of its luminance, or of all channels if it is not RGB. A factor of 0 gives the mean,
+    1 the image."""
     mean = float(np.dot(cv2.mean(x)[:3], LUMA)) if x.shape[2] == len(LUMA) else float(x.mean())
     np.multiply(x, np.float32(factor), out=x)
     np.add(x, np.float32((1 - factor) * mean), out=x)
@@ -102,7 +102,7 @@ def contrast_(x: Floats, factor: float) -> None:
 
 
 def saturation_(x: Floats, factor: float) -> None:
-    """Blend an image with its luminance. A factor of 1 changes nothing."""
+    """Blend an image with its luminance. A factor of 0 gives the luminance, 1 the image."""
     cv2.transform(x, factor * IDENTITY + (1 - factor) * LUMINANCE, dst=x)
     np.clip(x, 0, 255, out=x)
 
@@ -122,5 +122,5 @@ def blur_(x: Floats, sigma: float) -> None:
     cv2.sepFilter2D(x, -1, taps, taps, dst=x, borderType=cv2.BORDER_REFLECT_101)
 
 
-JITTERS = (brightness_, contrast_, saturation_, hue_)  # the order is that of their columns in COLUMNS
-EVERY = 2  # so many first operations of JITTERS work with any number of channels
+JITTERS = (brightness_, contrast_, saturation_, hue_)  # in the order of their columns in COLUMNS
+EVERY = 2  # number of operations, the first in JITTERS, that work with any number of channels

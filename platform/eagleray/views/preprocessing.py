@@ -19,8 +19,8 @@ from eagleray.views.photometric import normalise
 class Preprocessing:
     """The settings of preprocessing: the resize of an image's shorter side, the centre crop and the normalisation."""
 
-    size: PositiveInt  # pixels of a side of the crop
-    resize: PositiveInt  # pixels of the shorter side before the crop
+    size: PositiveInt  # side of the square crop in pixels
+    resize: PositiveInt  # shorter side of the resized image, before the crop, in pixels
     mean: tuple[float, ...] = MEAN  # mean of each channel, for pixels in [0, 1]
     std: tuple[PositiveFloat, ...] = STD
     interpolation: Literal["bicubic"] = "bicubic"  # the only one that `centre_crop` supports
@@ -28,7 +28,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, size: int, resize: int, channels: Channels = ()) -> "Preprocessing":
-        """Return the settings for images with these channels, and the mean and std that they are normalised with."""
+        """Return the settings for images with these channels, with the mean and std that `colours` has for them."""
         mean, std = colours(planes(channels))
         return cls(size=size, resize=resize, mean=mean, std=std, channels=channels)
 
@@ -40,7 +40,7 @@ class Preprocessing:
     def timm(self) -> dict[str, Any]:
         """Return the settings as keys of timm's `pretrained_cfg`."""
         share = self.size / self.resize
-        if int(self.size / share) != self.resize:  # timm computes int(size / share)
+        if int(self.size / share) != self.resize:  # timm computes the shorter side as int(size / share)
             share = self.size / (self.resize + 0.5)
         crop = {"crop_pct": share, "crop_mode": "center", "interpolation": self.interpolation}
         return {

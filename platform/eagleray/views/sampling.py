@@ -1,7 +1,7 @@
-"""Draws the random parameters of views from the seed, the epoch and the sample alone, distributed as in torchvision.
+"""Draws the random parameters of views, distributed as in torchvision, from the seed, the epoch and the sample alone.
 
-Each sample has one counter-based generator, which draws a row of uniform numbers for each view. So a sample looks the
-same wherever and whenever it is read."""
+Counter-based generators of each sample draw a row of uniform random numbers for each view. So the views of a sample do
+not depend on the process that reads it, nor on what was read before."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,22 +12,24 @@ from numpy.typing import NDArray
 
 from eagleray.config.view import APPLIED, View
 
-TRIES = 10  # draws of an area and an aspect ratio before the centre crop is taken
+TRIES = 10  # pairs of an area and an aspect ratio that are drawn; if none fits the image, its centre is cropped
 ORDERS = np.array(list(itertools.permutations(range(4))), np.float32)
-# Columns of the uniform numbers (V, WIDTH) of the views, after TRIES areas and TRIES aspect ratios.
+# Columns of the uniform random numbers (V, WIDTH) of the views. The first 2 * TRIES columns, which have no names, are
+# for the areas and then for the aspect ratios.
 PLACE_Y, PLACE_X, FLIP, JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GRAY, BLUR, SIGMA, SOLARIZE = range(
     2 * TRIES, 2 * TRIES + 13
 )
 WIDTH = 2 * TRIES + 13
-# Columns of the uniform numbers of a view with RandAugment or erasing, after TRIES areas and TRIES aspect ratios. They
-# come from a second generator, so that the numbers above stay the same with and without these operations.
+# Columns of the uniform random numbers for erasing and RandAugment, also after areas and aspect ratios. They come from
+# a second generator, so that the numbers above stay the same with and without these operations.
 ERASE, ERASE_Y, ERASE_X, NOISE, POLICY = range(2 * TRIES, 2 * TRIES + 5)
 EXTRA_WIDTH = 2 * TRIES + 5
-# Columns of the uniform numbers for NEW, from a third generator, after areas, aspect ratios, PLACE_Y and PLACE_X.
+# Columns for the operations in NEW, from a third generator, after areas, aspect ratios, PLACE_Y and PLACE_X.
 RECROP, SOBEL, ADD, STD, GRAIN, ROTATE, TURN, CUT, CUT_AREA, CUT_Y, CUT_X = range(2 * TRIES + 2, 2 * TRIES + 13)
 NEW_WIDTH = 2 * TRIES + 13
 NEW = ("recrop", "sobel", "noise", "rotate", "cutout")
-ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))  # timm's ranges: share of the area; log of ratio
+# timm's ranges for a box to erase: its share of the area, and the logarithm of its aspect ratio.
+ERASED, LOG_ASPECT = (0.02, 1 / 3), (np.log(0.3), np.log(1 / 0.3))
 
 # The P columns of the photometric parameters (V, P) that `photometric.apply` reads.
 COLUMNS: tuple[str, ...] = (
@@ -60,23 +62,23 @@ COLUMNS += ("erase_top", "erase_left", "erase_height", "erase_width", "noise")
 
 @dataclass(frozen=True)
 class Views:
-    """The settings of all V views of a recipe as arrays. A view with count n appears n times."""
+    """The settings of all V views of a recipe as arrays. Settings with a count of n are n views."""
 
-    views: tuple[View, ...]  # V views, each treated as if its count were 1
-    scale: NDArray[np.float64]  # (V, 2) range of a crop's share of the area
-    log_ratio: NDArray[np.float64]  # (V, 2) range of the logarithm of width over height
-    strength: NDArray[np.float64]  # (V, 4) of brightness, contrast, saturation and hue
+    views: tuple[View, ...]  # V views; their counts no longer matter
+    scale: NDArray[np.float64]  # (V, 2) range of a crop's share of the image's area
+    log_ratio: NDArray[np.float64]  # (V, 2) range of the logarithm of a crop's width over its height
+    strength: NDArray[np.float64]  # (V, 4) strengths of the jitter of brightness, contrast, saturation and hue
     sigma: NDArray[np.float64]  # (V, 2) range of the blur's sigma in pixels
-    probabilities: NDArray[np.float64]  # (V, 5) of flip, jitter, gray, blur, solarize
-    size: NDArray[np.int64]  # (V,) pixels of a side
+    probabilities: NDArray[np.float64]  # (V, 5) probabilities of flip, jitter, gray, blur and solarize
+    size: NDArray[np.int64]  # (V,) side of the square view in pixels
     erasing: NDArray[np.float64]  # (V,) probability of erasing
-    added: NDArray[np.float64]  # (V, 5) probabilities of NEW
+    added: NDArray[np.float64]  # (V, 5) probabilities of the operations in NEW
     noise_std: NDArray[np.float64]  # (V, 2) range of the noise's standard deviation
     cutout_area: NDArray[np.float64]  # (V, 2) range of the cut-out share of the area
     turns: NDArray[np.int64]  # (V, A) indices of all A operations of APPLIED, in the view's order
     crop_row: NDArray[np.int64]  # (V,) index of the view whose crop each view shows
     needs_extra: bool  # whether some view needs `extra_uniforms`
-    operations: int  # O: most plug-in operations of any view
+    operations: int  # O, the largest number of plug-in operations of a view
 
     @classmethod
     def of(cls, views: Sequence[View]) -> "Views":
@@ -118,13 +120,13 @@ def generator(stream: int, *, seed: int, epoch: int, sample: int) -> np.random.G
 
 
 def uniforms(views: int, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """Draw the numbers (V, WIDTH) in [0, 1) that decide the crops and colours of a sample's views."""
+    """Draw the uniform random numbers (V, WIDTH) in [0, 1) that decide the crops and colours of a sample's V views."""
     return generator(0, seed=seed, epoch=epoch, sample=sample).random((views, WIDTH))
 
 
 def extra_uniforms(v: Views, *, seed: int, epoch: int, sample: int) -> NDArray[np.float64]:
-    """Draw the numbers in [0, 1) for erasing and RandAugment, (V, EXTRA_WIDTH). If any view has an operation of NEW,
-    NEW_WIDTH columns for these follow. If no view needs any of these numbers, the shape is (V, 0)."""
+    """Draw the uniform random numbers (V, EXTRA_WIDTH) for erasing and RandAugment. If any view has an operation of
+    NEW, NEW_WIDTH more columns follow. If no view needs any of these numbers, the shape is (V, 0)."""
     if not v.needs_extra:
         return np.empty((len(v.views), 0))
     u = generator(1, seed=seed, epoch=epoch, sample=sample).random((len(v.views), EXTRA_WIDTH))
@@ -148,12 +150,13 @@ def crops(v: Views, u: NDArray[np.float64], height: int, width: int) -> NDArray[
 def random_boxes(
     scale: NDArray[np.float64], log_ratio: NDArray[np.float64], u: NDArray[np.float64], height: int, width: int
 ) -> NDArray[np.int64]:
-    """Return boxes (n, 4) as `crops` does, by uniform numbers `u` (n, ...) and ranges (n, 2) or, if shared, (1, 2)."""
+    """Return n boxes (n, 4) as `crops` does, from uniform random numbers `u` (n, ...). The ranges `scale` and
+    `log_ratio` are (n, 2) or, shared by all boxes, (1, 2)."""
     area = height * width * stretch(scale, u[:, :TRIES])
     ratio = np.exp(stretch(log_ratio, u[:, TRIES : 2 * TRIES]))
     w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
     h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
-    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (V, TRIES)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (n, TRIES)
     first = fits.argmax(1)
     rows = np.arange(len(u))
     h, w = h[rows, first], w[rows, first]
@@ -184,8 +187,8 @@ def centre(height: int, width: int, ratio: NDArray[np.float64]) -> tuple[int, in
 def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Return the parameters (..., V, P) of the photometric operations, with the columns of COLUMNS.
 
-    The parameters follow from the numbers `u` (..., V, WIDTH) of `uniforms` and from those of `extra_uniforms`,
-    `extra`. A sigma of 0 means no blur, and an erase height of 0 no erasing."""
+    `u` (..., V, WIDTH) are results of `uniforms`, `extra` of `extra_uniforms`. Without `extra`, nothing is erased and
+    no operation of NEW applied. A sigma of 0 means no blur, and an erase height of 0 no erasing."""
     flip, jitter, gray, blur, solarize = np.moveaxis(
         u[..., [FLIP, JITTER, GRAY, BLUR, SOLARIZE]] < v.probabilities, -1, 0
     )
@@ -210,8 +213,8 @@ def photometrics(v: Views, u: NDArray[np.float64], extra: NDArray[np.float64] | 
 def additions(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the parameters (..., V, 11) of the operations of NEW, with the columns from recrop_top to cut_side.
 
-    They follow from the uniform numbers `u` (..., V, NEW_WIDTH). An operation that is not applied has 0 as its height,
-    its standard deviation (of pixels from 0 to 1), its number of quarter turns or its side."""
+    `u` (..., V, NEW_WIDTH) are uniform random numbers. For an operation that is not applied, its height, its standard
+    deviation (of noise on pixels from 0 to 1), its number of quarter turns or its side is 0."""
     on = u[..., [RECROP, SOBEL, ADD, ROTATE, CUT]] < v.added
     recrop, sobel, noise, rotate, cut = np.moveaxis(on, -1, 0)
     boxes = np.zeros((*u.shape[:-1], 4))
@@ -231,8 +234,8 @@ def additions(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the boxes to erase (..., V, 5): top, left, height and width in pixels, and a 24-bit seed for the noise.
 
-    The boxes follow from the uniform numbers `u` (..., V, EXTRA_WIDTH). A row is zero where nothing is erased or none
-    of the TRIES boxes fits. Random erasing is by Zhong et al. 2020, arXiv:1708.04896."""
+    `u` (..., V, EXTRA_WIDTH or more) are uniform random numbers. A row is zero where nothing is erased or none of the
+    TRIES boxes fits. Random erasing is by Zhong et al. 2020, arXiv:1708.04896."""
     side = v.size[:, None]
     area = side**2 * (ERASED[0] + (ERASED[1] - ERASED[0]) * u[..., :TRIES])
     aspect = np.exp(LOG_ASPECT[0] + (LOG_ASPECT[1] - LOG_ASPECT[0]) * u[..., TRIES : 2 * TRIES])
@@ -246,5 +249,5 @@ def erase_boxes(v: Views, u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def stretch(ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale uniform numbers `u` (V, n) from [0, 1) to the intervals `ends` (V, 2)."""
+    """Scale uniform random numbers `u` (V, n) from [0, 1) to the intervals `ends` (V, 2)."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * u
