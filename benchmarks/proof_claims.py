@@ -50,7 +50,7 @@ CIFAR = "A ViT with 4 blocks and 4-pixel patches trains on"
 
 def drloc(share: int) -> Claim:
     """Return the claim about DRLoc with a share of the labels, in percent, on three backbones."""
-    text = f"Claim (DRLoc): predicting distances between tokens raises accuracy with {share} % of CIFAR-10's labels."
+    text = f"Claim (DRLoc): with {share} % of CIFAR-10's labels, predicting distances between tokens raises accuracy."
     pairs = tuple(Pair(f"{name}_drloc", name, TOP1) for name in ("swin", "cvt", "t2t"))
     setting = "Three small backbones train for 390 steps of 128 images."
     decides, shown = (pairs, ()) if share in (10, 100) else ((), pairs)  # the least and the most
@@ -80,7 +80,7 @@ CLAIMS = (  # the most worth per hour first
         "proof_byol_regions",
         "Claim (EsViT, section 4.3): adding a region loss to BYOL raises kNN accuracy by 4.1 points if it is EsViT's "
         "region loss (a softmax), and by 1.8 points if it is a squared distance.",
-        "BYOL with a region loss trains the Swins of proof_starts for 195 more steps of 128 images.",
+        "BYOL, with or without a region loss, trains the Swins of proof_starts for 195 more steps of 128 images.",
         (Pair("softmax", "byol", KNN), Pair("mse", "byol", KNN), Pair("softmax", "mse", KNN)),
         ("method.region_loss", "method.region_weight"),
         (Pair("softmax", "byol", CORRESPONDENCE), Pair("mse", "byol", CORRESPONDENCE)),
@@ -135,20 +135,20 @@ CLAIMS = (  # the most worth per hour first
         (Pair("lr=0.004", "lr=0.016", KNN),),
         ("optim.lr",),
         (Pair("lr=0.004", "lr=0.001", KNN),),
-        note="In seeds 0 to 2, the loss falls from 2.0 to 1.51, 1.48 and 1.60 with the rates 0.001, 0.004 and 0.016. "
-        "The kNN accuracy ends above that of the untrained backbones (32.0 to 32.6) with the first two rates, and "
-        "below it with 0.016.",
+        note="For seeds 0 to 2, the loss falls from 2.0 to 1.51 at the rate 0.001, to 1.48 at 0.004, and to 1.60 "
+        "at 0.016. The kNN accuracy ends above that of the untrained backbones (32.0 to 32.6) at 0.001 and 0.004, and "
+        "below it at 0.016.",
     ),
     Claim(
         "proof_curriculum",
         "Claim (FastDINOv2, PatchDropout): starting with a low resolution (`curriculum`) or with fewer patches "
         "(`keep`) saves training time.",
-        f"{CIFAR} 7,500 CIFAR-10 images for 4 epochs, with DINO and batches of 128 images.",
+        "DINO trains a ViT with 4 blocks and 4-pixel patches on 7,500 CIFAR-10 images for 4 epochs, with batches of "
+        "128 images.",
         (Pair("curriculum", "full", SECONDS, lower=True), Pair("keep", "full", SECONDS, lower=True)),
         ("curriculum",),
         (Pair("curriculum", "full", KNN), Pair("keep", "full", KNN)),
-        note="DINO's kNN accuracy ends below that of its untrained backbone (27.8), so only the times are meaningful. "
-        "The machine was half as fast on the day of seeds 3 and 4.",
+        note="DINO's kNN accuracy ends below that of its untrained backbone (27.8), so only the times are meaningful.",
     ),
     Claim(
         "proof_frameworks",
@@ -158,8 +158,8 @@ CLAIMS = (  # the most worth per hour first
         tuple(Pair("mocov3", arm, KNN) for arm in ("simclr", "byol", "swav")),
         ("backbone", "method", "optim", "views"),
         tuple(Pair("mocov3", arm, KNN) for arm in ("moby", "byol_regions", "selfpatch_moby")),
-        note="We tried only the learning rates of the recipes. With 8-pixel patches, SimCLR is also the most accurate "
-        "([results](results.md#methods-on-cifar-10)).",
+        note="For each method, we tried only its recipe's learning rate. SimCLR is also the most accurate with 8-pixel "
+        "patches ([results](results.md#methods-on-cifar-10)).",
         seeds=3,
     ),
     Claim(
@@ -167,9 +167,9 @@ CLAIMS = (  # the most worth per hour first
         "Claim (SelfPatch): training each patch to agree with its neighbours improves segmentation and video "
         "propagation. In SelfPatch's table 5, 4 neighbours are better than 1 or 8.",
         "SelfPatch trains a ViT with 4 blocks for 304 steps of 64 photograph crops. A crop is 64 pixels wide (8 x 8 "
-        "patches), and all neighbours lie within the crop. `davis/J&F` uses two DAVIS sequences at 240 pixels, "
-        "from which no training crops come. `segmentation/miou` is for Semantic FPN after 400 steps on CamVid's 28 "
-        "training frames.",
+        "patches), and all neighbours lie within the crop. `davis/J&F` uses two DAVIS sequences at 240 pixels, which "
+        "the training crops do not include. `segmentation/miou` is the score of Semantic FPN after 400 steps on "
+        "CamVid's 28 training frames.",
         (Pair("k4", "views", DAVIS), Pair("k4", "k1", DAVIS), Pair("k4", "k8", DAVIS)),
         ("method.neighbours", "method.patch_weight"),
         (Pair("k4", "views", CAMVID),),
@@ -181,13 +181,13 @@ CLAIMS = (  # the most worth per hour first
         "proof_spikes",
         "Claim (MoCo v3, figure 6): freezing the random patch projection also reduces spikes of the gradient norm at "
         "higher learning rates.",
-        "The runs have the settings of proof_frozen, but 2.5 and 5 times its learning rate.",
+        "The runs have the settings of proof_frozen, but 2.5 or 5 times its learning rate.",
         tuple(
             Pair(f"lr={rate} freeze_patch=True", f"lr={rate} freeze_patch=False", JUMP, lower=True)
             for rate in (0.05, 0.1)
         ),
         ("backbone.freeze_patch",),
-        note="A single run with a `jump` of 60 causes most of the mean of 19.10. At these rates, the kNN accuracy of "
-        "every run ends below that of the untrained backbone (31 %).",
+        note="A single run with a `jump` of 60 accounts for most of the mean of 19.10. At these rates, the kNN "
+        "accuracy of every run ends below that of the untrained backbone (31 %).",
     ),
 )

@@ -93,7 +93,7 @@ def words(values: Sequence[float]) -> str:
 
 HEAD = """# Proof on real images
 
-This page tests claims of papers with short training runs on two CPU cores. Most runs take 150 to 1,200 steps on
+This page tests claims of papers with short training runs, mostly on two CPU cores. Most runs take 150 to 1,200 steps on
 CIFAR-10; the papers' runs take hundreds of thousands of steps.
 
 Each comparison has two settings, which differ only in the listed keys. We fixed the number of seeds before the first
@@ -108,14 +108,15 @@ At the strictest level of Holm's method, the test would detect a true difference
 | unfinished | runs of some seeds are missing |
 | - | the comparison has no verdict and only adds information |
 
-Tables give means ± standard deviations over seeds, and the number of seeds in brackets. Numbers are percentages unless
-stated otherwise. The column `gain` gives the gain ± half the width of its 95 % confidence interval. `wall_seconds` is a
-setting's training time as a percentage of the other setting's time with the same seed. Both times come from the same
-hour on a shared machine. [proof.jsonl](../benchmarks/results/proof.jsonl) has the numbers of each run. [The
-log](log.md) has results of earlier settings, which differed in more keys.
+Tables give means ± standard deviations over seeds, and the number of seeds in brackets. Accuracies, mIoU and J&F are in
+percent. The column `gain` says by how much the setting that the paper prefers is better, ± half the width of the 95 %
+confidence interval. `wall_seconds` is a setting's training time as a percentage of the other setting's time with the
+same seed. Both times come from the same hour on a shared machine. [proof.jsonl](../benchmarks/results/proof.jsonl) has
+the numbers of each run. For earlier comparisons, whose settings differed in more keys, see the [log](log.md).
 
-`python benchmarks/proof_set.py SOURCE` prepares the images in `data/proof`. The next command continues all sweeps for
-one hour and rewrites this page; with `--programs 2`, it runs two trials in parallel:
+`python benchmarks/proof_set.py SOURCE` prepares the images of the folder SOURCE and writes them to `data/proof`. The
+next command continues all sweeps for one hour and rewrites this page; with `--programs 2`, it runs two trials in
+parallel:
 
 ```
 python benchmarks/proof.py --hours 1
@@ -155,8 +156,7 @@ def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair]
     """Return the table of all claims with how many of their comparisons have which verdict."""
     text = "\n## The claims\n\n![The gain of each comparison, by claim](images/proof/claims.png)\n\n"
     text += 'Each point is one finished comparison; filled points have the verdict "seen" or "reversed". For points\n'
-    text += f"in the grey band, the 95 % confidence interval contains zero. In total, {len(found)} comparisons get a "
-    text += "verdict.\n\n"
+    text += "in the grey band, the 95 % confidence interval contains zero.\n\n"
     text += "| Claim | Verdicts |\n| --- | --- |\n"
     for claim in CLAIMS:
         if claim.pairs:
@@ -169,7 +169,8 @@ def overview(lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair]
 def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tuple[str, Pair], str]) -> str:
     """Return the section of a claim, with its verdicts among all that were found."""
     text = f"\n## {claim.sweep}\n\n{claim.claim}\n\n* {claim.setting}\n"
-    text += f"* The settings differ in {', '.join(f'`{key}`' for key in claim.differs)}.\n" if claim.differs else ""
+    keys = ", ".join(f"`{key}`" for key in claim.differs)
+    text += f"* The compared settings differ in {keys}.\n" if keys else ""
     text += f"* {claim.note}\n" if claim.note else ""
     text += "\n"
     if not ran(claim, lines):
