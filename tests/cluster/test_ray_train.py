@@ -64,6 +64,7 @@ def test_a_killed_job_continues_on_ray(small: Path, shards: Path, tmp_path: Path
     assert_same(weights(killed), weights(whole))
 
 
+@pytest.mark.slow
 def test_what_the_user_must_know_comes_back(
     small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
