@@ -1,6 +1,6 @@
 """List the protocols that fine-tune detectors and segmenters, and the one that tracks objects in videos.
 
-Each class imports the module that computes its numbers in `run`, so that listing settings does not load PyTorch."""
+The module that does a protocol's work is imported only when it runs, so that listing settings does not load PyTorch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Detection(Protocol[Path]):
-    """A detector on a copy of the backbone, fine-tuned on a data set in COCO's layout."""
+    """Fine-tune a detector on a copy of the backbone, on a data set in COCO's layout."""
 
     about = "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout"
     ranks = True
@@ -32,12 +32,12 @@ class Detection(Protocol[Path]):
 
 
 class Positives(SizedProtocol[Path]):
-    """Count the neighbours of a patch that show the same objects, and their share of its most similar neighbours."""
+    """Count the neighbours of a patch that show the same objects, and how often its most similar neighbours do."""
 
     about = "neighbouring patches with the same objects, and how often the most similar ones are such, as in SelfPatch"
     patches = True
     size: PositiveInt = 224
-    chosen: Annotated[int, Field(ge=1, le=8)] = 4  # number of most similar neighbours that count
+    chosen: Annotated[int, Field(ge=1, le=8)] = 4  # how many of its most similar neighbours are counted for a patch
 
     def data(self) -> Folder:
         return Folder("coco")
@@ -49,18 +49,18 @@ class Positives(SizedProtocol[Path]):
 
 
 class Segmentation(Protocol[Path]):
-    """A segmenter on a copy of the backbone, fine-tuned on images with masks."""
+    """Fine-tune a segmenter on a copy of the backbone, on images with masks."""
 
     about = "Semantic FPN or UPerNet, fine-tuned on images with masks"
     ranks = True
     head: str = "fpn"
-    steps: int | None = None  # None: the steps of the head's paper
+    steps: int | None = None  # number of training steps; None: as in the head's paper
     batch: int = 16
-    size: int = 512  # side of the crops and short side of the images, in pixels
+    size: int = 512  # side of training crops, and short side of test images, in pixels
     lr: PositiveFloat = 6e-5
     weight_decay: NonNegativeFloat = 0.01
-    width: int | None = None  # channels of the head; None: as in its paper
-    multi_scale: bool = False  # whether predictions are also averaged over six sizes and mirror images
+    width: int | None = None  # number of channels of the head; None: as in its paper
+    multi_scale: bool = False  # whether to test also with predictions averaged over six sizes and mirror images
     seed: NonNegativeInt = 0
 
     def data(self) -> Folder:
@@ -73,16 +73,16 @@ class Segmentation(Protocol[Path]):
 
 
 class Davis(SizedProtocol[Path]):
-    """Object masks of a video's first frame, propagated by the similarity of patches."""
+    """Propagate the object masks of a video's first frame to its other frames by the similarity of patches."""
 
     about = "object masks propagated through videos, without training"
     ranks = True
     patches = True
     split: str = "val"
     size: PositiveInt = 480  # short side of the frames, in pixels
-    n_last_frames: NonNegativeInt = 7  # number of last frames that pass on their masks, beside the first frame
-    topk: PositiveInt = 5  # number of most similar patches that vote
-    size_mask_neighborhood: NonNegativeInt = 12  # most rows and columns that a patch may move; 0: any number
+    n_last_frames: NonNegativeInt = 7  # number of previous frames, besides the first, from which masks are propagated
+    topk: PositiveInt = 5  # number of most similar patches that vote on the label of a patch
+    size_mask_neighborhood: NonNegativeInt = 12  # largest shift of a patch, in rows and columns; 0: any
 
     def data(self) -> Folder:
         return Folder("davis")

@@ -1,7 +1,7 @@
 """Read feature maps from any backbone, for detection and segmentation.
 
-A hierarchical backbone has one map for each stage, and a ViT one for each of several blocks, all on the same grid.
-"""
+A hierarchical backbone has a map for each of its stages. A ViT has one for each of several blocks, all on the same
+grid."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from eagleray.models.backbone import Backbone
 from eagleray.protocols.eval_mode import explain_failure, in_eval_mode
 
-SIZE = 224  # side of the probing image in pixels, a multiple of patches of 7, 8, 14, 16 and 32 pixels
-SHARES = (0.25, 0.5, 1.0, 2.0)  # sides of the cells of a ViT's rescaled maps, relative to a patch
-COARSEST = 32  # pixels between cells of a pyramid's last map
+SIZE = 224  # side of the image with which a backbone is probed, in pixels: a multiple of 7, 8, 14, 16 and 32
+SHARES = (0.25, 0.5, 1.0, 2.0)  # sides of the cells of a ViT's four rescaled maps, relative to a patch
+COARSEST = 32  # distance in pixels between cells of the last map of a hierarchical backbone
 
 
 class Maps(nn.Module):
@@ -22,11 +22,10 @@ class Maps(nn.Module):
 
     H and W are multiples of `cell`. `steps[i]` is the distance in pixels between neighbouring cells of map i.
 
-    The maps of a ViT are read after the blocks `taps`, which are counted from 1 as if the ViT had twelve blocks. With
-    `rescale` their grids become 4, 2, 1 and 1/2 times as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681).
-    Without `rescale` they keep the grid of the ViT, as in SelfPatch's code for segmentation.
-
-    Raises UserError when the backbone has no feature maps on a grid."""
+    `taps` are blocks of a ViT, counted from 1 as if it had twelve; its maps are their outputs. With `rescale`, their
+    grids become 4, 2, 1 and 1/2 times as fine, as in XCiT (El-Nouby et al. 2021, arXiv:2106.09681). Without it they
+    keep the ViT's grid, as in SelfPatch's code for segmentation. Raises UserError when the backbone has no feature maps
+    on a grid."""
 
     def __init__(self, backbone: Backbone, taps: Sequence[int], *, rescale: bool) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Maps(nn.Module):
         elif not flat and any(isinstance(m, nn.LayerNorm) for m in backbone.modules()):
             parts = [
                 LayerNorm2d(dim) for dim in self.dims
-            ]  # as in Swin's code, since these tokens have not passed a norm
+            ]  # as in Swin's code: outputs of stages have not passed a norm yet
         self.scale = nn.ModuleList(parts)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -54,7 +53,8 @@ class Maps(nn.Module):
 
 
 def rescalers(dims: Sequence[int]) -> list[nn.Module]:
-    """Build the modules that make the four maps of a ViT 4, 2, 1 and 1/2 times as fine as its grid."""
+    """Return the modules that make four maps of a ViT, with `dims` channels, 4, 2, 1 and 1/2 times as fine as its
+    grid."""
     a, b, _, _ = dims
     up = nn.ConvTranspose2d(a, a, 2, 2), nn.BatchNorm2d(a), nn.GELU(), nn.ConvTranspose2d(a, a, 2, 2)
     return [nn.Sequential(*up), nn.ConvTranspose2d(b, b, 2, 2), nn.Identity(), nn.MaxPool2d(2)]
@@ -63,9 +63,9 @@ def rescalers(dims: Sequence[int]) -> list[nn.Module]:
 @torch.no_grad()
 @in_eval_mode
 def probe(backbone: Backbone) -> list[Tensor]:
-    """Return the feature map of each stage or block for an image of zeros.
+    """Return the feature map of each stage or block for an image of zeros, SIZE pixels wide and high.
 
-    Raises UserError when the backbone has no feature maps, or fewer than two."""
+    Raises UserError when the backbone has fewer than two feature maps."""
     with explain_failure(backbone, f"gives no feature maps for an image of {SIZE} x {SIZE} pixels"):
         maps = backbone.grids(
             torch.zeros(1, backbone.channels, SIZE, SIZE, device=next(backbone.parameters()).device), "stages"

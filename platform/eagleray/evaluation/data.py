@@ -21,15 +21,15 @@ from eagleray.storage.folder_copy import local_folder
 
 
 class RankSource(Source):
-    """Opens the data of an `eagleray evaluate` command on a rank. All ranks open it together."""
+    """Opens the data of an `eagleray evaluate` command on a rank. All ranks open data together."""
 
     def __init__(self, inputs: Inputs, note: Note = lambda _: None) -> None:
         self.inputs, self.note = inputs, note
-        self.places = inputs.urls  # URLs of shards by option (train, test), to open their indexes
+        self.places = inputs.urls  # URLs whose shards are opened, by option (train, test)
 
     @property
     def device(self) -> torch.device:
-        """The device on which protocols compute with features."""
+        """The device on which protocols compute with the features."""
         return world.device_of(self.inputs.gpus)
 
     def open(self, url: str) -> Index:
@@ -38,7 +38,7 @@ class RankSource(Source):
         return open_on_all(lambda: open_index(url, spare, note=lambda _: None, channels=channels))
 
     def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
-        """Return the features that `task` describes, by type, for this rank's share of its images."""
+        """Return the features of this rank's share of the task's images, by type."""
         return own_features(index, task, self.note)
 
     def labelled(self) -> ProbeSets:
@@ -63,7 +63,8 @@ class RankSource(Source):
         return FrozenFeatures(partial(self.extract, need, sets), sets.digest, self.inputs.bank)
 
     def extract(self, need: Features, sets: ProbeSets) -> Extracted:
-        """Return the features of both sets. Raises UserError when no labelled image of one of the sets decodes."""
+        """Return the features of both sets, to train and to test on. Raises UserError when no image of one set
+        decodes."""
         urls, given = self.inputs.urls, self.inputs.given
         each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
         train, test = (
@@ -93,14 +94,14 @@ class RankSource(Source):
 
 
 class CommandSource(RankSource):
-    """Opens the data of an `eagleray evaluate` command in its own process, each data set once for all protocols."""
+    """Opens the data of an `eagleray evaluate` command in its own process: each data set once, for all protocols."""
 
     def __init__(self, inputs: Inputs, target: Target, workers: int, note: Note) -> None:
-        """Features are extracted by `workers` Ray tasks, or by this process if `workers` is 0."""
+        """The features are extracted by `workers` Ray tasks, or by this process if `workers` is 0."""
         super().__init__(inputs, note)
         self.places, self.target, self.workers = inputs.given, target, workers
         self.labelled, self.images = cache(super().labelled), cache(super().images)  # type: ignore[method-assign]
-        self.copies: dict[str, Path] = {}  # local copies of folders, by URL
+        self.copies: dict[str, Path] = {}  # local copy of each folder that was opened, by URL
 
     @property
     def device(self) -> torch.device:

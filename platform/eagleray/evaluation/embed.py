@@ -27,12 +27,12 @@ from eagleray.protocols.features import check_kind, embedded, read_kinds
 from eagleray.protocols.image_batches import THREADS, Reading
 
 Note = Callable[[str], None]
-PARTS = 16  # most parts of an embedding that one Ray task with a GPU computes
+PARTS = 16  # largest number of parts that one Ray task with a GPU computes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an embedding, as sent to the process that computes it."""
+    """The description of a part of an embedding, which is sent to the process that computes the part."""
 
     number: int  # index of the part in the table
     table: SampleTable
@@ -53,10 +53,10 @@ def embed(
     gpus: bool = False,
     note: Note = print,
 ) -> SampleTable:
-    """Write the features of all samples into the folder or URL `out`. Parts that exist already are not computed again.
+    """Write the features of all samples into the folder or URL `out`, without computing parts again that exist already.
 
     Raises UserError when the options contradict each other, when `out` has features of other images or another
-    backbone, and when the backbone has no features of type `kind`; Outage when a store does not answer."""
+    backbone, and when the backbone has no features of type `kind`. Raises Outage when a store does not answer."""
     size = target.settings.size if size is None else whole("size", size, 1)
     resize = target.settings.resize if resize is None else whole("resize", resize, 1)
     check_crop(size, resize)
@@ -79,7 +79,7 @@ def embed(
     inputs = Inputs(target.name, target.digest, architecture, gpus=gpus, channels=target.channels)
     tasks = [Part(number, table, url, inputs) for number in missing]
     if workers:
-        # Ray takes seconds to start the process of each task with a GPU, so such a task computes several parts.
+        # A task with a GPU computes several parts, because Ray takes seconds to start a process for each such task.
         each = max(min(len(tasks) // (4 * workers), PARTS), 1) if gpus else 1
         groups = [tasks[first : first + each] for first in range(0, len(tasks), each)]
         finished: Iterable[int] = itertools.chain.from_iterable(
@@ -96,7 +96,8 @@ def embed(
 
 
 def default_folder(index: Index, target: Target) -> str:
-    """Return the folder for an embedding, next to the shards. Raises UserError when these are in several folders."""
+    """Return the folder for an embedding: the one next to the shards. Raises UserError if these are in several
+    folders."""
     name = target.name.rstrip("/").rpartition("/")[2].replace(":", "-")
     return f"{home_of(index)}/{FOLDER}/{name}-{target.digest[:8]}"
 
@@ -110,7 +111,7 @@ def width(backbone: Backbone, kind: str, size: int) -> int:
 
 
 def embed_part(index: Index, backbone: Backbone, part: Part, *, precision: Format) -> int:
-    """Compute and write a part, and return its number. Raises UserError when it cannot be written."""
+    """Compute and write a part, and return its index. Raises UserError when it cannot be written."""
     samples, settings = part.table.samples(part.number), part.table.about.settings
     reading = Reading.beside(next(backbone.parameters()).device)
     features, good = features_of(backbone, index, samples, settings, precision, reading)
@@ -129,7 +130,7 @@ def features_of(
     reading: Reading = THREADS,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the features (n, D) of n consecutive samples, and a mask (n,) of the images that decode. `settings` are
-    those that `embed` stores in the table."""
+    those of the embedding: size, resize, kind and dim."""
     features, good = np.zeros((len(samples), settings["dim"]), np.float32), np.zeros(len(samples), bool)
     size, resize, kind = settings["size"], settings["resize"], settings["kind"]
     for rows, values in embedded(backbone, index, samples, size, resize, [kind], precision, reading):
@@ -139,8 +140,8 @@ def features_of(
 
 
 def embed_in_worker(parts: Sequence[Part]) -> list[int]:
-    """Compute parts of one embedding in a Ray task, and return their numbers. If Ray runs the task again after it was
-    killed, the parts that are already written are skipped."""
+    """Compute parts of one embedding in a Ray task, and return their indices. Parts that exist are skipped: after a
+    task is killed, Ray runs it again."""
     one = parts[0]
     missing, backbone = set(one.table.missing()), one.inputs.load()
     index = index_of(one.url, one.table.about.data, one.inputs.channels)

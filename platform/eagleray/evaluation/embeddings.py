@@ -25,8 +25,8 @@ def column_of(features: NDArray[np.float32], good: NDArray[np.bool_]) -> pa.Arra
 
 
 def read_features(table: SampleTable, samples: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the features (n, D) of `samples`, and a mask (n,) of those that are not null. Raises UserError when a part
-    of the table is missing, damaged or changed."""
+    """Return the features (n, D) of `samples`, and a mask (n,) of the samples that have features. Raises UserError when
+    a part of the table is missing, damaged or changed."""
     features = np.empty((len(samples), table.about.settings["dim"]), np.float32)
     good, rows_of_part = np.empty(len(samples), bool), sample_table.ROWS
     for number in np.unique(samples // rows_of_part).tolist():
@@ -43,7 +43,7 @@ def _read_part(table: SampleTable, number: int) -> tuple[NDArray[np.float32], ND
         raise UserError(f"{table.folder}: part {number} has features of type {column.type}, not of {dim} numbers")
     fine = ~column.is_null().to_numpy(zero_copy_only=False)
     features = np.zeros((len(column), dim), np.float32)
-    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # flatten() skips null rows
+    features[fine] = column.flatten().to_numpy().reshape(-1, dim)  # flatten() skips rows that are null
     return features, fine
 
 
@@ -61,7 +61,7 @@ def open_embedding(folder: str, index: Index) -> SampleTable:
 
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
-    """Return a complete embedding, made with `settings`, that lies next to the shards of an index; None without one."""
+    """Return a complete embedding with these `settings` that lies next to the shards of an index; None without one."""
     tables = complete_tables(
         index.shards,
         FOLDER,

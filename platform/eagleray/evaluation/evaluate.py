@@ -44,31 +44,31 @@ class Request:
     protocols: Sequence[str]
     train: str | None = None
     test: str | None = None
-    folders: Mapping[str, str] = field(default_factory=dict)  # folders or URLs of data by option, such as coco or suite
-    # Values by key: SETTING is for all protocols that have this setting, PROTOCOL.SETTING for one protocol.
+    folders: Mapping[str, str] = field(default_factory=dict)  # folder or URL of data by option, such as coco or suite
+    # Values of settings. The key SETTING is for all protocols with this setting, PROTOCOL.SETTING for one protocol.
     settings: Mapping[str, str] = field(default_factory=dict)
-    architecture: str | None = None  # timm's name of the network in a file of tensors
-    untrained: bool = False  # whether to evaluate an untrained backbone of the same architecture too
-    workers: int = 0  # Ray tasks or ranks that share the work; 0: this process
+    architecture: str | None = None  # timm's name of the network, if the backbone is a file of tensors
+    untrained: bool = False  # whether to evaluate the architecture with random weights, too
+    workers: int = 0  # number of Ray tasks or ranks that share the work; 0: this process does it
     gpus: bool = False  # whether each worker has a GPU
     out: str | None = None  # folder or URL for the results
 
     @property
     def given(self) -> dict[str, str]:
-        """The URLs and folders of data, by option."""
+        """The URLs and folders of the data of this command, by option."""
         given = {"train": self.train, "test": self.test, **self.folders}
         return {option: place for option, place in given.items() if place}
 
     def settings_of(self, name: str) -> dict[str, str]:
-        """Return the settings of one protocol: those given for all, replaced by those given for this one."""
+        """Return the settings of one protocol. Those given for this one replace those given for all protocols."""
         shared = {k: v for k, v in self.settings.items() if k in PROTOCOLS[name].settings}
         return shared | {k.removeprefix(f"{name}."): v for k, v in self.settings.items() if k.startswith(f"{name}.")}
 
 
 @dataclass
 class Report:
-    """The results of a request in the order of its protocols, the reasons for failures, and the printed table's
-    rows."""
+    """The results of a request in the order of its protocols, the messages of protocols that failed, and the rows of
+    the printed table."""
 
     results: list[Result] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -80,9 +80,8 @@ class Report:
 def evaluate(request: Request, note: Note | None = None) -> Report:
     """Run the protocols of a request one after the other, and return their results.
 
-    If a protocol cannot run, a line says why, and the other protocols continue.
-
-    Raises UserError when the backbone cannot be loaded, a setting is unknown or the results cannot be written."""
+    If a protocol cannot run, a line says why, and the other protocols continue. Raises UserError when the backbone
+    cannot be loaded, a setting is unknown or the results cannot be written."""
     note = note or say
     names, refused = select(request.protocols)
     report = Report()
@@ -98,7 +97,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
     report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
     if not (request.out or targets[0].run):
         note(f"results come into {report.folder}; --out names another folder")
-    results.load(report.folder)  # a broken results.json must raise before the work
+    results.load(report.folder)  # raises before the work if results.json is damaged
     for target in targets:
         evaluation = Evaluation(request, target, names, report, note)
         for name in names:
@@ -110,15 +109,15 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
 
 
 def refuse(report: Report, line: str) -> None:
-    """Print a line on why a protocol cannot run, and add it to the report."""
+    """Print a line that says why a protocol cannot run, and add it to the report."""
     print_error(line)
     report.refused.append(line)
 
 
 def folder(request: Request, target: Target) -> str:
-    """Return the folder for results.json: that of `--out`, else the run's, else a folder named after the backbone.
+    """Return the folder or URL of results.json: `--out`, else the run's folder, else a folder named after the backbone.
 
-    Raises UserError when the folder cannot be written."""
+    Raises UserError when it cannot be written."""
     full = target.name.removeprefix("untrained:").removeprefix("timm:")
     short = f"{PurePath(full).name}-{zlib.crc32(full.encode()):08x}" if full.startswith("/") else full
     name = re.sub(r"[^\w.-]+", "-", short).strip("-")
@@ -143,7 +142,7 @@ class Evaluation:
 
     @cached_property
     def source(self) -> CommandSource:
-        """The data of the command."""
+        """The source from which protocols open their data."""
         one, r = self.target, self.request
         inputs = Inputs(
             one.name,
@@ -160,17 +159,17 @@ class Evaluation:
         return CommandSource(inputs, one, r.workers, self.note)
 
     def run_or_refuse(self, name: str) -> None:
-        """Run a protocol and store its result, or print in one line why it cannot run, or where it failed."""
+        """Run a protocol and store its result. If it cannot run or fails, print a line that says why or where."""
         try:
             self.run(name, PROTOCOLS[name])
         except UserError as e:
             message = str(e)
-            for url, copy in self.source.copies.items():  # errors name files of local copies; users know URLs
+            for url, copy in self.source.copies.items():  # errors name files of local copies, while users know the URLs
                 message = message.replace(str(copy), url.rstrip("/"))
             refuse(self.report, message if message.startswith(f"{name}:") else f"{name}: {message}")
         except Outage:
             raise
-        except Exception as e:  # a plug-in may raise any error; the other protocols continue
+        except Exception as e:  # plug-ins may raise any error; the other protocols must continue
             frame = traceback.extract_tb(e.__traceback__)[-1]
             at = f"{Path(frame.filename).name}, line {frame.lineno}"
             refuse(self.report, f"{name}: failed: {type(e).__name__}: {one_line(e)} ({at})")
@@ -178,8 +177,7 @@ class Evaluation:
     def run(self, name: str, listed: Listed) -> None:
         """Run a protocol and store its result.
 
-        Raises UserError when the command lacks data that the protocol needs, or the protocol cannot run with this
-        backbone or this data."""
+        Raises UserError when data that the protocol needs are missing, or it cannot run with this backbone or data."""
         named = self.named(listed.default.data())
         asked = self.settings(name, listed)
         protocol = listed.kind(**asked)
@@ -214,15 +212,14 @@ class Evaluation:
 
     def named(self, need: Need[Any]) -> dict[str, str]:
         """Return the URLs and folders of the data that a protocol needs, by option. Raises UserError when a required
-        option is missing, or when the protocol needs red, green and blue and the backbone takes other channels."""
+        option is missing, or when the protocol needs red, green and blue but the backbone has other channels."""
         named = need.named(self.request.given)
         if self.target.channels and need.photographs:
             raise UserError(f"reads red, green and blue, not the backbone's {len(self.target.channels)} data.channels")
         return named
 
     def settings(self, name: str, listed: Listed) -> dict[str, Any]:
-        """Return a protocol's settings: the recipe's, overridden by the protocol's presets, and both by the command's
-        options.
+        """Return a protocol's settings. Options of the command override presets, and presets override the recipe.
 
         Raises UserError for values of a wrong type, and when the crop is larger than the resized image."""
         settings = listed.kind.of_recipe(self.target.settings)
@@ -234,8 +231,8 @@ class Evaluation:
         return settings
 
     def need(self, protocol: Protocol[Any]) -> Need[Any]:
-        """Return the data that a protocol needs. If they are features, their types include those that the command's
-        other protocols read of the same images, so that one forward pass extracts all types."""
+        """Return the data that a protocol needs. If these are features, the types that the command's other protocols
+        read are added, so that one forward pass extracts all types."""
         need = protocol.data()
         if not isinstance(need, Features):
             return need
@@ -249,15 +246,15 @@ class Evaluation:
         return replace(need, kinds=tuple(kinds))
 
     def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
-        """Run a protocol in this process or on workers. Returns the outcome and the digest of the data."""
+        """Run a protocol in this process or on workers. Return the outcome and the digest of the data."""
         protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
-        data = need.open(self.source)  # wrong data must raise before the backbone is moved to its device
-        # With workers, this process keeps the backbone on the CPU: a copy on a GPU would take the workers' memory.
+        data = need.open(self.source)  # wrong data should raise before the backbone is moved to a device
+        # With workers, this process keeps the backbone on the CPU, so as not to take memory of the workers' GPUs.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)
         run = run_store(self.report.folder)
         folder = results.picture_folder(self.report.folder, new)
-        # Protocols that train keep their checkpoints in the store, so that any machine can continue a training.
+        # Protocols that train write checkpoints beside the results, also at a URL, so any machine can continue them.
         workspace = Workspace(folder, self.note, f"{self.report.folder}/{folder.relative_to(run.view)}")
         if workers and (protocol.ranks or not need.extracted):
             outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)

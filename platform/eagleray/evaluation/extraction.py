@@ -1,4 +1,4 @@
-"""Read the frozen features of a backbone from the cache, or extract them in this process, in Ray tasks or on ranks."""
+"""Get the frozen features of a backbone: from the cache, or extracted in this process, in Ray tasks or on ranks."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,31 +25,32 @@ from eagleray.protocols.needs import Extraction
 
 @dataclass(frozen=True)
 class Task:
-    """The images from which one worker extracts features, and the settings of the extraction."""
+    """The images of which one worker extracts features, and the settings of the extraction."""
 
     inputs: Inputs
     url: str  # URL of the shards
     samples: NDArray[np.int64]
     how: Extraction
-    kinds: Sequence[str] = ()  # types of features
-    number: int = 0  # index of the worker's share, in the order of the samples
+    kinds: Sequence[str] = ()  # types of features to extract
+    number: int = 0  # index of the worker's share; shares are in the order of the samples
 
     def open(self) -> Index:
-        """Return the index of the images."""
+        """Open the index of the shards with the images."""
         return open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
 
     def key(self, here: torch.device) -> tuple[object, ...]:
-        """Return the settings on which features depend; their backbone, images and type are not among them."""
+        """Return the settings that decide on features, without backbone, images and type. For `here` see
+        `precision`."""
         bank = self.inputs.bank
         return (self.how.size, self.how.resize, *(() if bank == "fp32" else (bank,)), self.precision(here))
 
     def shares(self, wanted: Sequence[str], workers: int) -> Iterator["Task"]:
-        """Yield a task for each worker: the types of features `wanted` for an equal share of the samples."""
+        """Yield a task for each of the `workers`: to extract the types `wanted` for an equal share of the samples."""
         for number, samples in enumerate(np.array_split(self.samples, workers)):
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
     def precision(self, here: torch.device) -> str:
-        """Return the number format of the computation: bfloat16 if workers have GPUs, else that of `here`."""
+        """Return the number format of the extraction: bfloat16 on workers with GPUs, else that of the device `here`."""
         return "bfloat16" if self.inputs.gpus else format_name(here)
 
 
@@ -61,12 +62,11 @@ def features(
 ) -> dict[str, LabelledFeatures]:
     """Return the features of a task's images by type.
 
-    They are read from the cache if possible. Otherwise `workers` Ray tasks extract them, each with a GPU if
-    `task.inputs.gpus` is true, or this process if `workers` is 0.
-
-    Raises UserError when the backbone or the data cannot be read, and Outage when the storage does not answer."""
+    Features in the cache are read. `workers` Ray tasks, each with a GPU if `task.inputs.gpus` is true, extract the
+    others; if `workers` is 0, this process does. Raises UserError when the backbone or the data cannot be read, and
+    Outage when the storage does not answer."""
     device = world.local().device
-    where = devices.CPU if workers else device  # not used if workers have GPUs, which compute in bfloat16
+    where = devices.CPU if workers else device  # decides the number format, unless workers have GPUs
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         known = dict(embedded(index, task, missing, task.precision(where), note))
@@ -114,8 +114,8 @@ def embedded(
 
 
 def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[str, LabelledFeatures]:
-    """Return the features of this rank's share of the task's images by type, from the cache of this machine or
-    extracted now. Called by all ranks together."""
+    """Return the features of this rank's share of the task's images, by type. They are read from the cache of this
+    machine, or extracted. Called by all ranks together."""
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {task.inputs.backbone}: {', '.join(missing)} features")
@@ -126,12 +126,12 @@ def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[
 
 
 def share(task: Task) -> Share:
-    """Return the index of a worker's share of the images and its features by type. Runs in a Ray task."""
+    """In a Ray task, return the index of its share of the images, and the features of the share by type."""
     return task.number, _extract(task, task.open())
 
 
 def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
-    """Extract the features of the task's images on this worker; on one of several ranks, those of the rank's share."""
+    """Extract the features of the task's images on this worker. If there are several ranks, only this rank's share."""
     inputs = task.inputs
     return extract_features(
         inputs.load(),
@@ -147,14 +147,14 @@ def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
 
 
 def report_progress(shares: Iterable[Share], tick: Callable[[int], None]) -> Iterator[Share]:
-    """Yield the workers' results, and call `tick` with the number of images in each."""
+    """Yield the results of the workers. For each, `tick` is called with its number of images."""
     for number, part in shares:
         yield number, part
         tick(len(next(iter(part.values())).y))
 
 
 def join_shares(shares: Iterable[Share]) -> dict[str, LabelledFeatures]:
-    """Concatenate the workers' results, which come in any order, in the order of the samples."""
+    """Concatenate the results of the workers in the order of the samples. The results may come in any order."""
     parts = [part for _, part in sorted(shares, key=lambda share: share[0])]
     nonempty = [p for p in parts if len(next(iter(p.values())).y)] or parts[:1]
     return {k: LabelledFeatures(*map(torch.cat, zip(*(p[k] for p in nonempty), strict=True))) for k in nonempty[0]}

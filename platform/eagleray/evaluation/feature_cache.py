@@ -1,4 +1,4 @@
-"""Store frozen features on disk, so that no protocol extracts the same features again.
+"""Store frozen features on disk, so that protocols of later commands need not extract them again.
 
 The name of a file is a digest of the weights, the images and the settings of the extraction."""
 
@@ -13,11 +13,11 @@ from eagleray.base.files import cache_folder, durable_path
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
 
-FORMAT = 1  # increased when the content of a file or the extraction of features changes
+FORMAT = 1  # version, to be increased when files or the extraction of features change
 
 
 def folder() -> Path:
-    """Return the folder of stored features. Its files can be deleted at any time."""
+    """Return the folder of the cache. Its files can be deleted at any time."""
     return cache_folder("features")
 
 
@@ -30,11 +30,10 @@ def cached(
     make: Callable[[Sequence[str]], dict[str, LabelledFeatures]],
     note: Callable[[str], None],
 ) -> dict[str, LabelledFeatures]:
-    """Return the features of each type from the cache; those that are not in it are extracted and stored.
+    """Return the features of each type in `kinds` from the cache. Missing types are extracted by `make`, and stored.
 
-    `backbone` and `data` are digests, and `how` is everything else on which the features depend. `make` extracts the
-    types given to it. Called by all ranks together, each with its own data: a type that one rank lacks is extracted by
-    all."""
+    `backbone` and `data` are digests, and `how` is everything else on which the features depend. Called by all ranks
+    together, each with its own data. If one rank lacks a type, all ranks extract it."""
     paths = {}
     for kind in kinds:
         paths[kind] = folder() / f"{digest(FORMAT, backbone, data, kind, *how)}.safetensors"

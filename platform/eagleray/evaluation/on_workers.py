@@ -1,4 +1,4 @@
-"""Measure a backbone with a protocol, in this process or in Ray workers that are the ranks of a process group."""
+"""Measure a backbone with a protocol, in this process or on the ranks of a process group, which are Ray workers."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from eagleray.protocols.protocol import Protocol, Workspace
 
 @dataclass(frozen=True)
 class Measurement(Generic[D]):
-    """A protocol with its settings, the kind of data that it needs, and the settings `asked` for by the user."""
+    """A protocol, the data that it needs, and `asked`: its settings by the command, its presets and the recipe."""
 
     protocol: Protocol[D]
     need: Need[D]
@@ -34,16 +34,16 @@ class Measurement(Generic[D]):
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement for ranks that share the work."""
+    """A measurement that ranks share, as it is sent to them."""
 
     inputs: Inputs
     measurement: Measurement[Any]
-    checkpoints: str  # folder or URL for the protocol's checkpoints
+    checkpoints: str  # folder or URL to which the protocol writes checkpoints
 
 
 def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
-    """Run a protocol on `workers` ranks of a process group, or on a single rank if it cannot share its work. Returns
-    the outcome of rank 0, and writes the files of rank 0 to the workspace."""
+    """Run a protocol on `workers` ranks of a process group, or on one rank if the protocol cannot share its work. Write
+    the files of rank 0 to the workspace, and return its outcome."""
     workers = workers if job.measurement.protocol.ranks else 1
     outcome, files = ray_ranks(_run_rank, job, workers=workers, gpus=job.inputs.gpus, note=workspace.note)
     for name, data in files.items():
@@ -52,7 +52,7 @@ def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
 
 
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
-    """Run a protocol on this rank. Returns the outcome, whose paths are file names, and the files' contents by name."""
+    """Run a protocol on this rank. Return the outcome, with file names for paths, and the files' contents by name."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder), note, job.checkpoints)
         outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)
@@ -61,5 +61,5 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
 
 
 def _moved(outcome: Outcome, place: Callable[[Path], Path]) -> Outcome:
-    """Return an outcome in which `place` has replaced the path of each file."""
+    """Return an outcome in which `place` has been applied to the path of each file."""
     return replace(outcome, pictures=tuple(map(place, outcome.pictures)), tables=tuple(map(place, outcome.tables)))

@@ -15,7 +15,7 @@ SHIPPED = {**catalogue.SHIPPED, **dense.SHIPPED}
 
 
 def _from_plugin(entry: register.Entry) -> Listed:
-    """Return the protocol of a plug-in. Raises PluginError when it is no subclass of Protocol."""
+    """Return the list entry of a plug-in's protocol. Raises PluginError when it is no subclass of Protocol."""
     kind: Any = entry.target
     if not (isinstance(kind, type) and issubclass(kind, Protocol)):
         raise PluginError(f"protocol {entry.name!r}: expected a subclass of eagleray.Protocol, got {kind!r}")
@@ -26,7 +26,7 @@ PROTOCOLS = register.Registry("protocol", SHIPPED, _from_plugin)
 
 
 def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names that are protocols, and an error message for each other name."""
+    """Return those of the names that are protocols, and an error message for each of the others."""
     unique = list(dict.fromkeys(names))
     return [n for n in unique if n in PROTOCOLS], [
         f"--protocol {n}: unknown{config.nearest(n, list(PROTOCOLS))}; see `eagleray list protocols`"
@@ -36,7 +36,7 @@ def select(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_asked(names: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Raises UserError when no name is a protocol, or when a setting belongs to none of the protocols."""
+    """Raises UserError when none of the names is a protocol, or when a setting belongs to none of these protocols."""
     found, refused = select(names)
     if not found:
         raise UserError("; ".join(refused))

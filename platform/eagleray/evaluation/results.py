@@ -1,6 +1,6 @@
 """Append the results of protocols to results.json, and print them as tables.
 
-A result is stored with its settings, backbone, data and date. A table compares it with the numbers of the untrained
+A result is stored with its settings, backbone, data and date. In a table, its numbers are beside those of the untrained
 backbone and of the paper."""
 
 import itertools
@@ -21,9 +21,9 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 
 NAME = layout.RESULTS
-UNTRAINED = "untrained:"  # prefix of the names of untrained backbones
-# Metrics of `published` in recipes, and the protocols' numbers that are comparable. For `linear` this is the best epoch
-# on random crops, which the papers' scripts print, and not the number of the probe on cached features.
+UNTRAINED = "untrained:"  # prefix that the name of a backbone with random weights has
+# Maps the metrics of `published` in recipes to the protocols' numbers that compare with them. For `linear` this is the
+# best epoch on random crops, as the papers' scripts print it, and not the result of the probe on cached features.
 PUBLISHED = {
     "knn": metrics.KNN_TOP1,
     "linear": "linear_augmented/best",
@@ -33,19 +33,19 @@ PUBLISHED = {
     "miou": "segmentation/miou",
     "davis": "davis/J&F",
 }
-MOST = 6  # most numbers that the line of a protocol shows
+MOST = 6  # largest number of results in the line of a protocol
 HEAD = ("Protocol", "Number", "Value", "Untrained", "Published", "Settings")
 WORDS = {"~": r"\textasciitilde{}", "^": r"\^{}", "\\": r"\textbackslash{}"}
 LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | WORDS)
 
 
-# Placeholders for the fields of a result that are known only when its protocol has run.
+# Values for the fields of a result that are unknown until its protocol has run.
 NOT_RUN: Mapping[str, Any] = {"numbers": {}, "settings": {}, "data_digest": "", "date": "", "seconds": 0.0}
 
 
 @dataclass(frozen=True)
 class Result:
-    """An entry of results.json: the numbers of a protocol, and the backbone, data and settings behind them."""
+    """An entry of results.json: the numbers of a protocol, and the backbone, data and settings of the measurement."""
 
     protocol: str  # name in the command, such as linear@dino
     numbers: Mapping[str, float]
@@ -54,16 +54,16 @@ class Result:
     untrained: bool
     backbone_digest: str
     architecture: str  # digest of the backbone without its weights
-    data: Mapping[str, str]  # URLs and folders by option
+    data: Mapping[str, str]  # URLs and folders of the data, by option
     data_digest: str
     date: str  # ISO 8601, UTC
     seconds: float
     pictures: Sequence[str] = field(default_factory=tuple)  # paths relative to the folder of results.json
-    asked: Mapping[str, Any] = field(default_factory=dict)  # settings given to the protocol
+    asked: Mapping[str, Any] = field(default_factory=dict)  # settings that were given to the protocol, without defaults
     plugin: Mapping[str, str] | None = None  # name and sha256 of the plug-in that registered the protocol
 
     def twin(self, other: "Result") -> bool:
-        """Return whether two results differ only in the backbone's weights."""
+        """Return whether two results differ at most in the weights of the backbone."""
         return self._agrees(other, "protocol", "plugin", "architecture", "data_digest")
 
     def repeats(self, other: "Result") -> bool:
@@ -75,9 +75,8 @@ class Result:
         return same and json.dumps(self.asked, sort_keys=True) == json.dumps(other.asked, sort_keys=True)
 
     def before(self, known: "Sequence[Result]") -> Mapping[str, float]:
-        """Return the numbers of the newest matching result of an untrained backbone; empty if there is none.
-
-        `known` are the results to choose from, oldest first. Architecture, data and settings must be the same."""
+        """Return the numbers of the newest of the `known` results (oldest first) that has an untrained backbone, and
+        the same protocol, architecture, data and settings; empty if there is none."""
         twins = [r for r in known if r.untrained and not self.untrained and r.twin(self)]
         return twins[-1].numbers if twins else {}
 
@@ -89,7 +88,7 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 
 
 def load(folder: str) -> list[Result]:
-    """Load all results from the results.json of a folder or s3:// URL, oldest first.
+    """Return all results in the results.json of a folder or s3:// URL, oldest first.
 
     Raises UserError when the file is not a list of results."""
     try:
@@ -105,7 +104,7 @@ def picture_folder(folder: str, new: Result) -> Path:
     """Return the local folder for the pictures of a new result, below that of results.json.
 
     A repeated evaluation draws into its old folder. A new one gets the first of pictures, pictures/2, pictures/3 and so
-    on in which its protocol has no pictures yet. An untrained backbone has these folders below pictures/untrained."""
+    on in which its protocol has no pictures yet; for an untrained backbone these are in pictures/untrained."""
     base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
     others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
     taken = {PurePath(path).parent for r in others for path in r.pictures}
@@ -125,10 +124,10 @@ def add(folder: str, result: Result) -> None:
 
 
 def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, float]:
-    """Return the published numbers of the shipped recipe that is named in a run's command.
+    """Return the published numbers of a shipped recipe, if its name is in the `command` of a run.
 
-    `recipe` is the run's resolved recipe as a tree of plain values. There are no published numbers if it differs from
-    the shipped recipe outside of `data` in a key that changes the experiment."""
+    `recipe` is the run's resolved recipe as a tree of plain values. If it differs from the shipped recipe outside of
+    `data` in a key that changes the experiment, there are no published numbers."""
     name = next((word for word in command if word in bundled.recipes()), None)
     if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
@@ -142,8 +141,8 @@ def _content(recipe: Recipe | Mapping[str, Any]) -> dict[str, Any]:
 def published_numbers(published: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the numbers in a recipe's `published` entries, under the names that protocols give them.
 
-    If several entries have the same metric, the first one counts. Entries with a key `data` or `epochs` are left out,
-    as they are for other data or another number of epochs."""
+    Of several entries with the same metric, the first counts. Entries with a key `data` or `epochs` are left out, as
+    they are for other data or another number of epochs."""
     own = [entry for entry in published if "data" not in entry and "epochs" not in entry]
     numbers = {metric: entry[metric] for entry in reversed(own) for metric in entry if metric in PUBLISHED}
     return {number: float(numbers[metric]) for metric, number in PUBLISHED.items() if metric in numbers}
@@ -161,8 +160,8 @@ class Row(NamedTuple):
 def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str, float]) -> Iterator[Row]:
     """Yield a table row for each number of the results, with the numbers of the untrained backbone and of the paper.
 
-    The untrained number is from the newest of the `known` results that differs only in the weights. An untrained result
-    in `results` gets no row of its own if its trained counterpart is there too."""
+    Untrained numbers are from the newest of the `known` results that differs only in the weights. If `results` has a
+    result both for the untrained and for the trained backbone, only the trained one gets a row."""
     for result in without_twins(results):
         before = result.before(known)
         name = result.protocol + (" (untrained)" if result.untrained else "")
@@ -173,19 +172,19 @@ def rows(results: Sequence[Result], known: Sequence[Result], paper: Mapping[str,
 
 
 def without_twins(results: Sequence[Result]) -> list[Result]:
-    """Return the results without those of untrained backbones whose trained counterpart is among them."""
+    """Return the results without those of an untrained backbone that `results` also has with trained weights."""
     trained = [r for r in results if not r.untrained]
     return [r for r in results if not r.untrained or not any(t.twin(r) for t in trained)]
 
 
 def format_number(value: float) -> str:
-    """Return a float with two decimals, or with four significant digits if it is below 1; an int as it is."""
+    """Return a float with two decimals or, below 1, with four significant digits; an int as it is."""
     return str(value) if isinstance(value, int) else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
 
 
 def lines(table: Sequence[Row]) -> str:
-    """Return a line of text for each protocol: at most MOST numbers, each with the untrained and published numbers that
-    are known. Variants of another number, such as `top1_k10` of `top1`, are left out."""
+    """Return a line of text for each protocol: at most MOST numbers, each with the untrained and the published number
+    if these are known. Numbers that vary another one, such as `top1_k10` of `top1`, are left out."""
     texts: list[tuple[str, str]] = []
     for name, group in itertools.groupby(table, key=lambda row: row.protocol):
         rows = {row.number.rpartition("/")[2]: row for row in group}
@@ -196,7 +195,7 @@ def lines(table: Sequence[Row]) -> str:
 
 
 def _beside(row: Row) -> str:
-    """Return the untrained and published numbers for comparison, in brackets, or "" if there are none."""
+    """Return the untrained and the published number of a row in brackets, or "" if both are missing."""
     known = [f"{what} {value}" for what, value in (("untrained", row.untrained), ("paper", row.published)) if value]
     return f" ({', '.join(known)})" if known else ""
 
@@ -215,7 +214,7 @@ def latex(table: Sequence[Row]) -> str:
 
 
 def table(results: Sequence[Result], rows: Sequence[Row], form: str) -> str:
-    """Return results in the format `form`: `text` (lines of the rows), `json`, or a table as `latex` or `markdown`."""
+    """Return results in a format: `json`, or their rows as `text` (see `lines`) or as a `latex` or `markdown` table."""
     if form == "text":
         return lines(rows)
     if form == "json":

@@ -1,4 +1,4 @@
-"""Load the backbone to evaluate, from a run, timm or a file of tensors, or with random weights."""
+"""Load the backbone to evaluate: from a run, timm or a file of tensors, or with random weights."""
 
 import functools
 import logging
@@ -38,36 +38,36 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """A backbone to evaluate, with its source and the evaluation settings of its recipe."""
+    """A backbone to evaluate, where it is from, and the evaluation settings of its recipe."""
 
     name: str  # name in the command, with absolute paths
     backbone: Backbone
     network: Network
     settings: Evaluate
-    recipe: Recipe | None = None  # None if the backbone is not from a run
+    recipe: Recipe | None = None  # recipe of the run; None if the backbone is not from a run
     run: str | None = None  # folder or s3:// URL of the run
-    pixels: Pixels = OURS  # mean and std of the pixels with which it was trained
-    channels: Channels = ()  # channels of images; empty: red, green and blue
+    pixels: Pixels = OURS  # mean and std with which its training normalised pixels
+    channels: Channels = ()  # channels of its images; empty: red, green and blue
 
     @property
     def untrained(self) -> bool:
-        """Return whether the weights are random instead of trained."""
+        """Whether the weights are random."""
         return self.name.startswith(UNTRAINED)
 
     @property
     def architecture(self) -> str:
-        """The digest of the network's settings and its plug-in, without its weights."""
+        """The digest of the network's settings and of its plug-in, but not of its weights."""
         plugin = plugins.plugin_of(self.network.name, "backbone")
         return digest(self.network.arguments | ({"plugin": plugin.sha256} if plugin else {}))
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the architecture, the weights, the mean and std of the training pixels, and the channels."""
+        """The digest of the architecture, the weights, the mean and std of training pixels, and the channels."""
         return weights_digest(self.backbone, self.architecture, tuple(self.pixels), *self.channels)
 
     @property
     def published(self) -> dict[str, float]:
-        """The numbers that the paper reports for the recipe of a run; empty for other backbones."""
+        """The numbers that the paper reports for the recipe of the run; empty if there is no run or no such number."""
         if not self.run or not self.recipe:
             return {}
         command = read_environment(run_store(self.run).view).get("command")
@@ -76,24 +76,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The names of a command's backbone and data, for the processes that read them.
+    """The names of a command's backbone and data, which are sent to the processes that read them.
 
-    The backbone's weights may be too large to send, so each process loads them itself."""
+    Weights may be too large to send, so each process loads them itself."""
 
-    backbone: str  # name, see `load_target`
+    backbone: str  # name for `load_target`
     digest: str  # digest of the backbone
-    architecture: str | None = None  # timm's name of the network in a file of tensors
-    model: str = ""  # timm's name of the network
-    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders of data by option, as given
-    urls: Mapping[str, str] = field(default_factory=dict)  # URLs and absolute paths of data, by option
+    architecture: str | None = None  # timm's name of the network, if the backbone is a file of tensors
+    model: str = ""  # timm's name of the backbone's network
+    given: Mapping[str, str] = field(default_factory=dict)  # URLs and folders of data by option, as the user gave them
+    urls: Mapping[str, str] = field(default_factory=dict)  # the same as `given`, with absolute paths
     gpus: bool = False  # whether each worker has a GPU, and computes in bfloat16
     channels: Channels = ()  # channels of decoded images; empty: red, green and blue
     bank: Bank = "fp32"  # number format in which features are stored
-    spare: str = ""  # folder or URL of an index if it cannot be next to the shards
+    spare: str = ""  # folder or URL for an index that cannot be written next to its shards
 
     def load(self) -> Backbone:
-        """Return the backbone on this worker's device. Raises UserError when its weights have changed since the command
-        began."""
+        """Return the backbone on this worker's device. Raises UserError when its weights changed during the command."""
         return load_in_worker(self.backbone, self.architecture, self.digest, self.gpus)
 
 
@@ -116,7 +115,7 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
     Raises UserError when there is no such backbone or its weights cannot be loaded."""
     trained = name.removeprefix(UNTRAINED)
-    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # errors must not name recipe keys
+    with reworded(("backbone.name=", ""), ("backbone.weights=", "")):  # no recipe keys in errors, as users gave a name
         source = absolute(trained)
         target = _load(source, architecture, fresh=trained != name)
     target.backbone.eval()
@@ -125,9 +124,9 @@ def load_target(name: str, architecture: str | None = None) -> Target:
 
 @functools.lru_cache(maxsize=1)
 def load_in_worker(name: str, architecture: str | None, digest: str, gpus: bool) -> Backbone:
-    """Return the backbone of `load_target` on this worker's device, kept in memory for the next task.
+    """Return the backbone of `load_target` on this worker's device; it stays in memory for the next task.
 
-    Raises UserError when it cannot be loaded, or its digest is not the one that the command has computed."""
+    Raises UserError when it cannot be loaded, or when its digest is not that of the command's backbone."""
     target = load_target(name, architecture)
     if target.digest != digest:
         raise UserError(f"{name}: the weights changed during the evaluation; name a checkpoint file, or try again")
@@ -169,8 +168,8 @@ def _build(network: Network) -> Backbone:
 
 
 def _fill(source: str, network: Network) -> Target:
-    """Return the backbone with the weights of a source. Raises UserError when a parameter would stay random, or when
-    the weights have layers inside the backbone that the network lacks."""
+    """Return a backbone with the weights of a source. Raises UserError when a parameter would stay random, or when the
+    source has layers within the backbone that the network lacks."""
     backbone = _build(network)
     given = pretrained(source)
     report = weights.fill(backbone, given.unconverted()._replace(key=""), whole=True)
@@ -191,10 +190,9 @@ def _fill(source: str, network: Network) -> Target:
 def expect(backbone: Backbone, theirs: Pixels) -> None:
     """Make a backbone that was trained with the pixel mean and std `theirs` accept pixels normalised with ours.
 
-    Eagleray normalises all images in the same way. A hook therefore converts the input of the first convolution, before
-    the convolution pads it with zeros.
-
-    Raises UserError when the backbone has no convolution with 3 input channels."""
+    Eagleray normalises all images in the same way, so a hook converts the input of the first convolution. It does so
+    before the convolution pads the input with zeros. Raises UserError when there is no convolution of 3 input
+    channels."""
     if theirs == OURS:
         return
     first = first_convolution(backbone)

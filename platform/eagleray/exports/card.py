@@ -1,5 +1,5 @@
-"""The card of an export: what the network is, how images are prepared, what was measured and how, and where the data
-and the weights come from. The card is the export's README.md, which the Hugging Face Hub shows."""
+"""Write the card of an export: what the network is, how images are prepared, what was measured and how, and where the
+data and the weights come from. The card is the export's README.md, which the Hugging Face Hub shows."""
 
 import contextlib
 import importlib.metadata
@@ -19,11 +19,11 @@ from eagleray.runs.provenance import Provenance, statements
 from eagleray.runs.summary import EXPORTED, read_summary
 from eagleray.views.preprocessing import Preprocessing
 
-LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # names that the Hub uses for targets, where they differ
+LIBRARIES = {"timm-hub": "timm", "torch.export": "pytorch"}  # the Hub's names of libraries that are not ours
 
 
 def card(source: Source, to: str, program: str, difference: Difference, facts: Provenance) -> str:
-    """Return the card of an export as Markdown. `program` loads it, with the folder in the variable `folder`."""
+    """Return the card of an export as Markdown. `program` loads the export; its variable `folder` is the path."""
     images, says, numbers = source.preprocessing, statements(facts), list(measured(source))
     licence = f"license: {facts.licence}\n" if facts.licence else ""
     sections = [
@@ -71,14 +71,14 @@ def origin(source: Source) -> Iterator[str]:
 
 
 def final(source: Source) -> dict[str, Any]:
-    """Return the run's summary if its scores are those of the exported weights, else {}. A run that is continued with a
-    larger max_steps keeps the summary of its first end until it ends again."""
+    """Return the run's summary if its scores are those of the exported weights, else {}. They may not be: a run that is
+    continued with a larger max_steps keeps the summary of its first end until it ends again."""
     summary = read_summary(source.folder) if source.evaluated else {}
     return summary if summary.get(EXPORTED, summary.get("steps", -1)) == source.steps else {}
 
 
 def measured(source: Source) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the name, value, value without training and protocol of each score of the exported weights."""
+    """Yield a row for each score of the exported weights: its name, value, value without training, and protocol."""
     e, summary = source.recipe.evaluate, final(source)
     crop = f"centre crop of {e.size} from {e.resize} pixels"
     limit = f", {e.limit} training images" if e.limit else ""

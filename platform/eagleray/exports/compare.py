@@ -25,7 +25,7 @@ from eagleray.exports.source import Source
 from eagleray.views.photometric import normalise
 from eagleray.views.preprocessing import Preprocessing
 
-# Photographs in packages that Eagleray depends on, and crops of them: left, top, right, bottom as shares of the sides.
+# Photographs in packages that Eagleray needs, and crops of them: left, top, right and bottom as shares of the sides.
 PHOTOGRAPHS = (
     ("sklearn", "datasets/images/china.jpg"),
     ("sklearn", "datasets/images/flower.jpg"),
@@ -33,11 +33,11 @@ PHOTOGRAPHS = (
 )
 CUTS = ((0, 0, 0.6, 0.7), (0.3, 0.1, 1, 1), (0, 0.35, 0.8, 0.9))
 PYTHON = child.PYTHON
-GREY = 2.05  # accepted difference of pixels, in grey levels of 255: libraries round each pass of a resize differently
+GREY = 2.05  # accepted difference of pixels, in levels of 255: libraries round differently in each pass of a resize
 
 # Runs in a new process, which has only the library that loads the export. `program`, the example in the export's card,
-# defines preprocess and embed. It is a constant of this package: modules that write exports only insert numbers and
-# quoted names into it, and nothing else of a run.
+# defines preprocess and embed. Programs are constants of this package, into which the modules that write exports insert
+# numbers and quoted names, but nothing else of a run.
 CHECK = """
 import json, sys
 job = json.loads(sys.argv[1])
@@ -59,12 +59,12 @@ np.savez(job["outputs"], np.asarray(pixels), *map(np.asarray, [space["embed"](pi
 
 
 class Difference(NamedTuple):
-    """The differences between an export and its backbone. Those of features are relative to the largest feature."""
+    """The differences between an export and its backbone; those of features are relative to the largest feature."""
 
-    same: float  # difference of features from the same pixels
-    whole: float  # difference of features from image files, for photographs that both crop at the same pixel
-    pixels: float  # largest difference of pixels, in grey levels of 255
-    # photographs whose crop is one pixel off ours: some libraries round half a pixel down, some to even numbers
+    same: float  # difference of the features that both compute from the same pixels
+    whole: float  # difference of the features from image files, if both crop at the same pixel
+    pixels: float  # largest difference of pixels, in levels of 255
+    # number of photographs whose crop is a pixel off ours, as libraries round half a pixel down or to even numbers
     beside: int = 0
 
     def __str__(self) -> str:
@@ -76,12 +76,12 @@ class Difference(NamedTuple):
 
 
 def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
-    """Write ten photographs into a folder, as PNG files or TIFF files with these `channels`, and return the paths."""
+    """Write ten photographs into a folder, as PNG or, with `channels`, TIFF files of these. Return the paths."""
     images: list[Image.Image] = []
     for package, path in PHOTOGRAPHS:
         spec = importlib.util.find_spec(package)
         assert spec is not None
-        assert spec.origin is not None  # a dependency of Eagleray
+        assert spec.origin is not None  # PHOTOGRAPHS are in dependencies
         with Image.open(Path(spec.origin).parent / path) as file:
             images.append(file.convert("RGB"))
     for image in images[:3]:
@@ -93,15 +93,15 @@ def photographs(folder: Path, channels: Sequence[Channel] = ()) -> list[Path]:
             write_pages(target, values_of(np.asarray(image), channels))
         return files
     for target, image in zip(files, images, strict=False):
-        image.save(target, icc_profile=None)  # no library applies the colour profile, and one warns of it
+        image.save(target, icc_profile=None)  # no library applies a colour profile, and one warns of it
     turned = Image.Exif()
-    turned[ORIENTATION] = 6  # the orientation of a camera that was held upright
+    turned[ORIENTATION] = 6  # the picture is stored on its side, as of a camera held upright
     image.save(target, icc_profile=None, exif=turned)
     return files
 
 
 def values_of(rgb: NDArray[np.uint8], channels: Sequence[Channel]) -> NDArray[np.float32]:
-    """Return a photograph `rgb` (H, W, 3) as values (H, W, N) in the value ranges of N `channels`."""
+    """Return a photograph `rgb` (H, W, 3) as values (H, W, N), in the value ranges of N `channels`."""
     mean, std = (np.array([getattr(c, name) for c in channels]) for name in ("mean", "std"))
     grey = rgb[..., np.arange(len(channels)) % RGB] / 255
     return (mean + std * (grey - 0.5) / 0.25).astype(np.float32)
@@ -116,10 +116,10 @@ def compare(
     ours: bool = False,
 ) -> Difference:
     """Load an export in a new process with the `program` of its card, and compare its features and pixels with ours.
-    They are computed for ten photographs, and features also for noise of each of these `sizes` (B, H, W).
 
-    The process cannot import eagleray, unless the program is `ours`. Raises UserError when the program fails, or the
-    preprocessing or the features differ."""
+    Both are computed for ten photographs, and features also for noise of each of the `sizes` (B, H, W). The process
+    cannot import eagleray, unless `ours` says that the program needs it. Raises UserError when the program fails, or
+    the pixels or features differ."""
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(b, source.backbone.channels, h, w, generator=generator) for b, h, w in sizes]
     with tempfile.TemporaryDirectory() as scratch:
@@ -154,8 +154,9 @@ def difference(
     pixels: NDArray[np.float32],
     features: Sequence[NDArray[np.float32]],
 ) -> Difference:
-    """Compare `features` and `pixels` of an export with its backbone's, for decoded `photographs` (N, H, W) of N
-    channels and for noise. Raises UserError when features differ by more than TOLERANCE or pixels by more than GREY."""
+    """Compare an export with its backbone. `pixels` are what the export made of the `photographs`, each (channels, H,
+    W). `features` are the export's for these pixels, then for each batch of `noise`. Raises UserError when features
+    differ by more than TOLERANCE or pixels by more than GREY."""
     images = torch.stack([source.preprocessing(photo) for photo in photographs])
     if pixels.shape != tuple(images.shape):
         raise UserError(f"{folder}: its preprocessing makes {pixels.shape[2:]} pixels, not {tuple(images.shape[2:])}")
@@ -175,7 +176,7 @@ def difference(
 
 
 def cut_down(photo: torch.Tensor, settings: Preprocessing) -> torch.Tensor:
-    """Prepare a photograph (N, H, W) as evaluations do, but round a crop's corner down if it is at half a pixel."""
+    """Prepare a photograph (N, H, W) of N channels as evaluations do, but round the corner of its crop down."""
     resized = F.resize(photo, [settings.resize], InterpolationMode.BICUBIC, antialias=True)
     top, left = ((side - settings.size) // 2 for side in resized.shape[1:])
     crop = resized[:, top : top + settings.size, left : left + settings.size]

@@ -1,4 +1,4 @@
-"""Exports for the classes ViTModel, Dinov2Model, SwinModel and ResNetModel of transformers."""
+"""Export backbones as models of transformers: ViTModel, Dinov2Model, SwinModel and ResNetModel."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def embed(images):  # (B, 3, H, W)
         return model(images).{pooled}  # (B, D)
 """
 CLASS_TOKEN, POOLED = "last_hidden_state[:, 0]", "pooler_output.flatten(1)"
-# Patterns of timm's names of tensors, and their replacements in transformers' names.
+# Patterns in timm's names of tensors, and what replaces them in transformers' names.
 BLOCKS = [(r"\.norm1\.", ".layernorm_before."), (r"\.norm2\.", ".layernorm_after.")]
 ATTENTION = [(r"\.attn\.proj\.", ".attention.o_proj.")]
 PATCHES = [(r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection.")]
@@ -49,7 +49,7 @@ RESNET += [(r"\.downsample\.0\.", ".shortcut.convolution."), (r"\.downsample\.1\
 
 
 class Fit(NamedTuple):
-    """A model of transformers, the backbone's tensors under its names, and the expression for its pooled output."""
+    """A model of transformers, the backbone's tensors under its names, and Python code for its pooled output."""
 
     model: Any
     state: dict[str, Tensor]
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
 
 def write(source: Source, folder: Path) -> Program:
     """Write a model of transformers and its image processor, and return the program that loads them. Raises UserError
-    for a network that transformers has no class for."""
+    for a network for which transformers has no class."""
     import transformers
 
     sized = with_own_grid(source.backbone, source.network, source.preprocessing.size).model
@@ -89,7 +89,7 @@ def no_class(source: Source, why: str) -> UserError:
 
 
 def fit_vit(model: Any) -> Fit:
-    """Return the ViTModel for a ViT or, if it has layer scale or registers, a Dinov2Model."""
+    """Return the ViTModel for a ViT. If the ViT has layer scale or registers, return a Dinov2Model."""
     import transformers
 
     if model.cls_token is None or model.global_pool != "token":
@@ -152,7 +152,7 @@ def fit_swin(model: Any) -> Fit:
     )
     state = renamed(model, [TABLE, *SWIN])
 
-    def moved(match: re.Match[str]) -> str:  # the downsampling moves to the end of the previous stage
+    def moved(match: re.Match[str]) -> str:  # in transformers, downsampling ends the previous stage
         return f"encoder.layers.{int(match[1]) - 1}.downsample"
 
     state = {re.sub(r"^encoder\.layers\.(\d+)\.downsample", moved, k): v for k, v in state.items()}
@@ -185,12 +185,12 @@ def fit_resnet(model: Any) -> Fit:
 
 
 def renamed(model: Any, names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return the tensors of a model under other names, with separate queries, keys and values."""
+    """Return the tensors of a model under other names, see `rename`, with separate queries, keys and values."""
     return rename(dict(_apart(model.state_dict())), names)
 
 
 def rename(state: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return tensors under other names: the patterns in `names` are replaced one after the other."""
+    """Return tensors under other names. Each pattern in `names` is replaced by its text, one after the other."""
     out = {}
     for key, value in state.items():
         for pattern, name in names:
@@ -200,7 +200,7 @@ def rename(state: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, 
 
 
 def _apart(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by name. Joint tensors of queries, keys and values are split into three."""
+    """Yield tensors by name. A fused tensor of queries, keys and values is split into three."""
     for key, value in state.items():
         before, found, after = key.partition(".attn.qkv.")
         if found:
@@ -216,7 +216,7 @@ def line(folder: Path) -> str:
 
 
 def arguments(folder: Path) -> str:
-    """Return the further arguments of the call that loads the model in a folder. They leave out ViTModel's pooling
-    layer, which would be random."""
+    """Return the further arguments of the call that loads the model in `folder`. For a ViTModel they leave out the
+    pooling layer, which would have random weights."""
     named = json.loads((folder / "config.json").read_text())["architectures"]
     return ", add_pooling_layer=False" if named == ["ViTModel"] else ""

@@ -1,10 +1,10 @@
-"""The names of the libraries that load exports, and a check that one is known and installed, without importing it."""
+"""List the libraries that load exports, and check without an import that a library is known and installed."""
 
 import importlib.util
 
 from eagleray.base.errors import UserError
 
-NEEDS: dict[str, tuple[str, ...]] = {  # by library, the packages of the extra `export` that it needs
+NEEDS: dict[str, tuple[str, ...]] = {  # packages that each library needs, all in the extra `export`
     "timm": (),
     "timm-hub": (),
     "transformers": ("transformers",),
@@ -14,7 +14,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # by library, the packages of the extra `
 
 
 def check_target(to: str) -> None:
-    """Raises UserError for a library that Eagleray has no exports for, or whose packages are missing."""
+    """Raises UserError when Eagleray has no exports for the library `to`, or when its packages are missing."""
     if to not in NEEDS:
         raise UserError(f"--to {to}: unknown; expected {', '.join(NEEDS)}")
     missing = [name for name in NEEDS[to] if importlib.util.find_spec(name) is None]

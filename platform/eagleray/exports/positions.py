@@ -1,8 +1,7 @@
-"""The position table of a ViT for any image size, resampled by matrix products.
+"""Resample the position table of a ViT for any image size by matrix products, for programs of a traced network.
 
 `torch.export` and ONNX do not accept an interpolation that branches on the image size. A product with two matrices,
-whose entries are functions of the size, gives the same values as timm's and DINO's interpolation without a branch.
-"""
+whose entries are functions of the size, has the same result as timm's or DINO's interpolation, without a branch."""
 
 import types
 from typing import Any
@@ -16,8 +15,8 @@ from eagleray.models.rotary import rotary, turned
 
 
 def make_resizable(model: Any, position: str) -> None:
-    """Make a ViT of timm resample its positions without branches, as timm does or, for `position=dino`, as DINO does. A
-    DINOv3 of timm then computes its rotary positions from the grid size, which timm treats as a constant."""
+    """Make a ViT of timm resample its positions without branches: as timm does or, for `position` "dino", as DINO does.
+    A DINOv3 of timm then also computes its rotary positions from the grid size, which timm treats as a constant."""
     if rotary(model):
         model._pos_embed = types.MethodType(_turn, model)
     is_vit = type(model) is VisionTransformer
@@ -27,7 +26,8 @@ def make_resizable(model: Any, position: str) -> None:
 
 
 def _embed(self: Any, x: Tensor) -> Tensor:
-    """Add positions to patches `x` (B, h, w, D), and return tokens (B, P + h * w, D) with P prefix tokens first."""
+    """Add positions to patches x (B, h, w, D), and return tokens (B, P + h * w, D): P prefix tokens, then the
+    patches."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     rows = 0 if self.no_embed_class else self.num_prefix_tokens
     h0, w0 = self.patch_embed.grid_size
@@ -40,8 +40,8 @@ def _embed(self: Any, x: Tensor) -> Tensor:
 
 
 def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (B, P + h * w, D) of patches `x` (B, h, w, D), P prefix tokens first, and the sines and cosines (h
-    * w, 2 C) of the patches' rotary positions, for C channels of a head."""
+    """Return tokens (B, P + h * w, D), P prefix tokens and then the patches x (B, h, w, D), and the sines and cosines
+    (h * w, 2 C) of the patches' rotary positions, for heads of C channels."""
     prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
     whole = torch.zeros(1, 2)
     turns = turned(self.rope.periods, (x.shape[1], x.shape[2]), whole, whole + 1)
@@ -49,11 +49,11 @@ def _turn(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return two matrices (new, old), which resample rows and columns of a grid as timm does: bicubic, antialiased."""
+    """Return matrices (new, old) that resample rows and columns of a grid as timm does: bicubic, antialiased."""
     matrices = []
     for n, o in zip(new, old, strict=True):
         at = torch.arange(n, dtype=torch.float32)
-        scale = o / (at[-1] + 1)  # a tensor, as the size varies in the traced program
+        scale = o / (at[-1] + 1)  # a tensor, because the size varies in the traced program
         distance = torch.arange(o) + 0.5 - scale * (at.unsqueeze(1) + 0.5)
         weight = cubic(distance / scale.clamp(min=1), -0.5)
         matrices.append(weight / weight.sum(1, keepdim=True))
@@ -61,7 +61,7 @@ def _timm(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
 
 
 def _dino(new: tuple[int, int], old: tuple[int, int]) -> list[Tensor]:
-    """Return two matrices (new, old), which resample rows and columns of a grid as DINO does: bicubic without
+    """Return matrices (new, old) that resample the rows and the columns of a grid as DINO does: bicubic without
     antialiasing, with 0.1 added to new sizes; see `models.variants.resample`."""
     ats = [torch.arange(n, dtype=torch.float32) for n in new]
     same = torch.stack([at[-1] + 1 == o for at, o in zip(ats, old, strict=True)]).all()

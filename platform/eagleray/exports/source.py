@@ -1,4 +1,4 @@
-"""Restore a backbone to export from a run, with the preprocessing of its images and its origin."""
+"""Restore the backbone that is to be exported from a run, with the preprocessing of its images and its origin."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from eagleray.views.preprocessing import Preprocessing
 
 @dataclass(frozen=True)
 class Source:
-    """A backbone to export, on the CPU in evaluation mode, without parts that only training needs."""
+    """A backbone to export. It is on the CPU, in evaluation mode and without parts that only training needs."""
 
     backbone: Backbone
     network: Network
@@ -31,12 +31,12 @@ class Source:
     recipe: Recipe
     out: str  # the run's folder or s3:// URL
     folder: Path  # the run's files on this machine
-    step: int | None  # step of the checkpoint in the path; None: the newest checkpoint
-    what: str | None  # name of the method's encoder to export; None: the method's choice
-    evaluated: bool  # whether the run evaluates this backbone
+    step: int | None  # step of the checkpoint that was named; None: the newest checkpoint
+    what: str | None  # which encoder of the method to export; None: the method's choice
+    evaluated: bool  # whether the run's own evaluations are of this backbone
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # tensors outside backbones, by names all methods share
-    role: str = ""  # student or teacher, if the backbone belongs to one of them
-    steps: int | None = None  # training steps of the weights; None: unknown
+    role: str = ""  # student or teacher, if the backbone is part of one of them
+    steps: int | None = None  # number of steps for which the weights were trained; None: unknown
 
     def features(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, N, H, W) with N channels."""
@@ -45,11 +45,11 @@ class Source:
 
 
 class Program(NamedTuple):
-    """The Python code that loads an export, prepares images and embeds them."""
+    """The Python code with which users load an export, prepare images and embed them."""
 
     text: str
-    probes: Sequence[tuple[int, int, int]] = ()  # shapes (B, H, W) of noise on which the export is compared too
-    step: int | None = None  # image sizes may differ from the export's own by multiples of this many pixels
+    probes: Sequence[tuple[int, int, int]] = ()  # shapes (B, H, W) of noise for which the export is also compared
+    step: int | None = None  # image sides may be multiples of this many pixels; None: one size
 
 
 def load_source(path: str, what: str | None = None) -> Source:
@@ -62,9 +62,9 @@ def load_source(path: str, what: str | None = None) -> Source:
     images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
     step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
     if not step:
-        run_store(path).fetch()  # the files that the card needs
+        run_store(path).fetch()  # the card needs files of the run
     out = str(folder) if step else path
-    evaluated = trained is method.export() and type(trained) is Backbone  # a subclass has its own pooling
+    evaluated = trained is method.export() and type(trained) is Backbone  # runs do not evaluate a subclass's pooling
     return Source(
         backbone,
         recipe.backbone,
@@ -82,7 +82,7 @@ def load_source(path: str, what: str | None = None) -> Source:
 
 
 def encoder(method: Method, what: str, recipe: Recipe) -> Encoder:
-    """Return the encoder of a method with this name. Raises UserError when there is none."""
+    """Return the encoder `what` of a method. Raises UserError when the method has none of this name."""
     encoders = {name: m for name, m in method.named_children() if isinstance(m, Encoder)}
     if what not in encoders:
         raise UserError(f"--what {what}: {recipe.method.name} has no such encoder; it has {', '.join(encoders)}")
@@ -98,8 +98,8 @@ def fresh(network: Network, trained: Backbone) -> Backbone:
 
 
 def with_own_grid(backbone: Backbone, network: Network, size: int) -> Backbone:
-    """Return a backbone whose own image size is `size`. The positions of a ViT are resampled once, as the backbone does
-    for images of that size. Otherwise libraries might resample them in another way."""
+    """Return a backbone whose default image size is `size`. For this, the position table of a ViT is resampled once, as
+    the backbone does for images of that size, because libraries may resample it in another way."""
     model = backbone.model
     if getattr(model, "pos_embed", None) is None or tuple(model.patch_embed.img_size) == (size, size):
         return backbone

@@ -1,5 +1,5 @@
-"""Exports for `timm.create_model("local-dir:FOLDER", pretrained=True)` or, if timm cannot build the network, for
-eagleray. An export for `timm-hub` can be uploaded to the Hugging Face Hub as it is."""
+"""Export a backbone for `timm.create_model("local-dir:FOLDER", pretrained=True)` or, if timm cannot build the network,
+for eagleray. An export for `timm-hub` can be uploaded to the Hugging Face Hub as it is."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def embed(images):  # (B, N, H, W)
 
 
 def write(source: Source, folder: Path) -> Program:
-    """Write `backbone.safetensors`, `backbone.json` and, for timm, `config.json`. Return the loading program."""
+    """Write `backbone.safetensors`, `backbone.json` and, for timm, `config.json`. Return the program to load them."""
     to_timm(source.backbone, source.network, folder, source.preprocessing)
     images = source.preprocessing
     if images.channels:
@@ -81,7 +81,7 @@ def write(source: Source, folder: Path) -> Program:
 
 
 def needs_ours(source: Source) -> bool:
-    """Return whether loading the export needs eagleray: to build the network, to load a plug-in or to read images."""
+    """Return whether eagleray is needed to load the export: to build the network, load a plug-in or read images."""
     return bool(source.preprocessing.channels) or unknown_to_timm(source) != ""
 
 
@@ -102,8 +102,7 @@ def write_hub(source: Source, folder: Path) -> Program:
 
 
 def unknown_to_timm(source: Source) -> str:
-    """Return the name of a network that timm cannot build, with the keys that make it so, or "" if timm can build
-    it."""
+    """Return "" if timm can build the network. Otherwise return its name, with the settings that timm does not know."""
     plugin = plugins.plugin_of(source.network.name, "backbone")
     if "timm" in describe(source.network) and not plugin:
         return ""

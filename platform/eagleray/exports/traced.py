@@ -1,8 +1,7 @@
-"""Programs that need neither timm nor eagleray: networks traced by `torch.export`, as they are or as ONNX.
+"""Export programs that need neither timm nor eagleray: networks traced by `torch.export`, saved as such or as ONNX.
 
-They accept any batch size. If the network can be traced without a fixed size, they also accept images whose sides are
-multiples of its stride.
-"""
+They accept any batch size. If the network can be traced without a fixed image size, they also accept images whose sides
+are multiples of its stride."""
 
 import contextlib
 import json
@@ -21,7 +20,7 @@ from eagleray.exports.positions import make_resizable
 from eagleray.exports.source import Program, Source, fresh
 from eagleray.models.backbone import Backbone
 
-BATCH, SIDE = 4096, 4096  # largest batch size and image side in pixels of a program
+BATCH, SIDE = 4096, 4096  # largest batch size and image side in pixels that a program accepts
 ONNX, TORCH = "backbone.onnx", "backbone.pt2"
 SETTINGS = "preprocessing.json"
 
@@ -83,7 +82,7 @@ def embed(images):  # (B, 3, H, W)
 
 
 class Traced(NamedTuple):
-    """A traced network, and the step in pixels of the image sizes that it accepts; None: only one size."""
+    """A traced network, and the step in pixels between the image sides that it accepts; None: only one size."""
 
     program: ExportedProgram
     step: int | None
@@ -102,14 +101,14 @@ class Pooled(nn.Module):
 
 
 def trace(source: Source) -> Traced:
-    """Trace a backbone for any batch size and, if possible, for any image size. Raises UserError if it cannot."""
+    """Trace a backbone for any batch size and, if possible, any image size. Raises UserError if it cannot be traced."""
     backbone = fresh(source.network, source.backbone)  # a copy, as make_resizable changes it
     make_resizable(backbone.model, source.network.position)
     size = source.preprocessing.size
     step = stride(backbone)
     batch = Dim("batch", min=1, max=BATCH)
     error = None
-    for each in (None,) if size % step or size < 2 * step else (step, None):  # one patch per side is a special case
+    for each in (None,) if size % step or size < 2 * step else (step, None):  # variable sides have at least two steps
         sides: dict[int, Any] = {}
         if each:
             sides = {2: each * Dim("h", min=2, max=SIDE // each), 3: each * Dim("w", min=2, max=SIDE // each)}
@@ -126,7 +125,7 @@ def trace(source: Source) -> Traced:
 
 
 def stride(backbone: Backbone) -> int:
-    """Return how many pixels longer an image side must be for one more cell of the last feature grid."""
+    """Return by how many pixels an image side must grow for one more cell in the grid of the last features."""
     patch = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", None)
     return int(patch[0]) if patch and hasattr(backbone.model, "num_prefix_tokens") else 32
 
@@ -163,12 +162,12 @@ def write_onnx(source: Source, folder: Path) -> Program:
 
 
 def write_settings(source: Source, folder: Path) -> None:
-    """Write the preprocessing of images into a file next to the program."""
+    """Write the preprocessing of images into a file beside the program."""
     (folder / SETTINGS).write_text(json.dumps(source.preprocessing.plain(), indent=1))
 
 
 def probes(source: Source, traced: Traced) -> list[tuple[int, int, int]]:
-    """Return the shapes (B, H, W) of noise images on which an export and its backbone are compared."""
+    """Return the shapes (B, H, W) of the noise images for which an export is compared with its backbone."""
     size = source.preprocessing.size
     if not traced.step:
         return [(1, size, size), (3, size, size)]

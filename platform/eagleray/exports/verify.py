@@ -14,22 +14,22 @@ from eagleray.engine.export_files import CARD, CONFIG, DESCRIPTION
 from eagleray.runs import provenance
 from eagleray.runs.provenance import NAME, Provenance, tensor_digests
 
-MOST = 3  # largest number of findings in an error
+MOST = 3  # largest number of changes that an error names
 
 
 @dataclass(frozen=True)
 class Verified:
-    """An export that was verified."""
+    """An export whose digests and facts were found to be right."""
 
     folder: Path  # folder on this machine
     sha256: str  # SHA-256 of provenance.json, which identifies the export
-    checks: tuple[str, ...]  # a line about each check
-    conditions: str  # licences that forbid a use, have conditions or are unknown
+    checks: tuple[str, ...]  # a line of text about each check
+    conditions: str  # licences that forbid a use, have conditions or are unknown, as text
     facts: Provenance
 
 
 def verify(folder: Path) -> Verified:
-    """Verify the export in a folder of this machine. Raises UserError, which names what was changed."""
+    """Verify the export in a local folder. Raises UserError, which names what was changed."""
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder}: has no {NAME}; expected the folder of an export, such as RUN/export")
@@ -50,7 +50,7 @@ def verify(folder: Path) -> Verified:
 
 
 def fields(path: Path, facts: Provenance) -> Iterator[str]:
-    """Yield a line for each fact that was changed after the export was written."""
+    """Yield a line for each fact in provenance.json that was changed after the export was written."""
     wanted, known = provenance.field_digests(facts), facts.fields
     wrong = [name for name in {**wanted, **known} if wanted.get(name) != known.get(name)]
     yield from (f"{NAME}: {name} was changed" for name in wrong)
@@ -74,7 +74,7 @@ def tensors(folder: Path, facts: Provenance) -> Iterator[str]:
     for file, wanted in facts.tensors.items():
         found = {}
         if file in facts.files and (folder / file).is_file():
-            with contextlib.suppress(UserError):  # a damaged file counts as one without tensors
+            with contextlib.suppress(UserError):  # a damaged file counts as a file without tensors
                 found = tensor_digests(folder / file)
             wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
             yield from (f"{file}: tensor {name} was changed" for name in wrong)

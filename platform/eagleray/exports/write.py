@@ -1,5 +1,5 @@
-"""Write an export into a folder: its files, checked in a new process, and its card. The folder changes only if all of
-them could be written and checked."""
+"""Write an export into a folder: its files, which are checked in a new process, and its card. If a file cannot be
+written or a check fails, the folder does not change."""
 
 import json
 import os
@@ -29,9 +29,9 @@ from eagleray.runs.materials import facts_of
 
 @dataclass(frozen=True)
 class Target:
-    """A library that loads exports."""
+    """A library that loads exports, and how they are written for it."""
 
-    write: Callable[[Source, Path], Program]  # writes the files and returns the program that loads them
+    write: Callable[[Source, Path], Program]  # writes the files, and returns the program that loads them
     line: Callable[[Path], str]  # returns the line of Python that loads them
 
 
@@ -45,20 +45,20 @@ TARGETS = {
 
 
 class Written(NamedTuple):
-    """An export that was written and compared."""
+    """An export that has been written and compared with its backbone."""
 
     folder: Path
     files: list[Path]
     line: str  # line of Python that loads the export
     difference: Difference
-    step: int | None  # step in pixels of the image sizes that a traced network accepts
+    step: int | None  # step in pixels between the image sides that a traced network accepts
     conditions: str  # licences that forbid a use, have conditions or are unknown
 
 
 def write(source: Source, to: str, folder: Path, *, with_heads: bool = False, licence: str = "") -> Written:
-    """Write an export into a folder, after a new process has loaded it. It replaces an earlier export for the same
-    library. Raises UserError, and leaves the folder unchanged, when the export fails or the folder has other files of
-    the same names."""
+    """Write an export into a folder, and replace an earlier export for the same library, but only after a new process
+    has loaded it. Raises UserError, and leaves the folder unchanged, when the export fails or the folder has other
+    files of the same names."""
     target = TARGETS[to]
     if source.preprocessing.channels and to != "timm":
         raise UserError(
@@ -91,7 +91,7 @@ def facts_of_export(source: Source, licence: str = "") -> provenance.Provenance:
 
 
 def write_heads(source: Source, folder: Path) -> None:
-    """Write the tensors of a method outside of its backbones, such as heads, centres and queues, under the names that
+    """Write the tensors of a method outside its backbones, such as heads, centres and queues. They get the names that
     all methods share, so that another run can start from them. Raises UserError when there are no such tensors."""
     if not source.parts:
         raise UserError(f"--heads: {source.recipe.method.name} has nothing beside its backbone")
@@ -101,7 +101,7 @@ def write_heads(source: Source, folder: Path) -> None:
 
 
 def check_place(folder: Path, to: str, names: Collection[str]) -> None:
-    """Raises UserError when a folder has files of these names that are not from an export for the same library."""
+    """Raises UserError when `folder` has files called `names` that are not from an export for the library `to`."""
     there = sorted(name for name in names if os.path.lexists(folder / name))
     if there and (known := library_of(folder)) != to:
         whose = f"from an export --to {known}" if known else f"not from an export --to {to}"
@@ -110,7 +110,7 @@ def check_place(folder: Path, to: str, names: Collection[str]) -> None:
 
 def library_of(folder: Path) -> str:
     """Return the library for which a folder has an export, or "" if it has none."""
-    if not os.path.lexists(folder / CARD):  # the export that a run writes at its end has no card
+    if not os.path.lexists(folder / CARD):  # a run writes an export without a card at its end
         try:
             known = json.loads((folder / FILE).with_suffix(".json").read_text())
             return "timm" if {"timm", "backbone"} & set(known) else ""
@@ -121,14 +121,14 @@ def library_of(folder: Path) -> str:
     use = (folder / CARD).read_text(errors="replace").partition("## Preprocessing")[0]
     name = re.search(r"^library_name: (\S+)$", use, re.MULTILINE)
     found = [t for t in TARGETS if name and "Eagleray pretrained it" in use and LIBRARIES.get(t, t) == name[1]]
-    if "timm" in found:  # the card has the same name for both forms
+    if "timm" in found:  # the card calls both `timm` and `timm-hub` timm
         return "timm" if os.path.lexists(folder / FILE) else "timm-hub"
     return found[0] if found else ""
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A context with a new folder whose files move into `folder` at its end, with the modes that the umask gives.
+    """A context with a new folder, whose files move into `folder` at its end, with the modes that the umask gives.
 
     After an error `folder` is unchanged. Raises UserError when `folder` cannot be written."""
     with writing(f"--destination {folder}"):
@@ -140,7 +140,7 @@ def staged(folder: Path) -> Iterator[Path]:
             mode = probe.stat().st_mode
             probe.unlink()
             for file in sorted(stage.iterdir(), key=lambda f: f.name != CARD):  # first the card: it names the library
-                file.chmod(mode)  # safetensors makes files readable for their owner only
+                file.chmod(mode)  # safetensors lets only the owner read its files
                 sync_file(file)
                 file.replace(folder / file.name)
             sync_folder(folder)

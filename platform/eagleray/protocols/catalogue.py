@@ -1,6 +1,6 @@
 """List the protocols that classify images, match patches, draw features and measure speed.
 
-Each class imports the module that computes its numbers in `run`, so that listing settings does not load PyTorch."""
+The module that does a protocol's work is imported only when it runs, so that listing settings does not load PyTorch."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,17 +34,17 @@ def absolute(path: str) -> str:
     return store.absolute(path)
 
 
-Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # learning rates per 256 images of a batch
+Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # learning rates for batches of 256 images
 Keys = Annotated[str, AfterValidator(absolute)]  # path of a file with the keys of images
 
 
 class Knn(FeatureProtocol):
-    """The weighted vote of the k nearest training images. The default `ks` are those that DINO reports."""
+    """Classify an image by the weighted vote of its k nearest training images. DINO reports the default `ks`."""
 
     about = "weighted vote of the k nearest training images, as in DINO and InstDisc"
     ranks = True
     k: PositiveInt = Evaluate.k
-    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further numbers of neighbours for which top-1 is measured
+    ks: tuple[PositiveInt, ...] = (10, 20, 100, 200)  # further values of k for which top-1 is measured
     temperature: PositiveFloat = Evaluate.temperature
     recipe = ("k", "temperature", "size", "resize")
 
@@ -56,7 +56,7 @@ class Knn(FeatureProtocol):
 
 
 class Linear(FeatureProtocol):
-    """A linear classifier on cached features, with a sweep of learning rates."""
+    """Train a linear classifier on cached features, with a sweep of learning rates."""
 
     about = "linear classifier on cached features, its learning rate picked on held-out training images"
     ranks = True
@@ -78,7 +78,7 @@ class Linear(FeatureProtocol):
 
 
 class CropProtocol(Protocol["ProbeSets"]):
-    """A training on random crops of labelled images, with tests on centre crops."""
+    """A protocol that trains on random crops of labelled images, and tests on centre crops."""
 
     ranks = True
     size: PositiveInt = Evaluate.size  # side of the square crops, in pixels
@@ -94,7 +94,7 @@ class CropProtocol(Protocol["ProbeSets"]):
 
 
 class LinearAugmented(CropProtocol):
-    """A linear classifier on a frozen backbone's features of random crops."""
+    """Train a linear classifier on the features that a frozen backbone has for random crops."""
 
     about = "linear classifier on random crops and flips of all labelled images, the backbone running in every step"
     epochs: PositiveInt = 100
@@ -110,13 +110,13 @@ class LinearAugmented(CropProtocol):
 
 
 class SemiSupervised(CropProtocol):
-    """A copy of the whole backbone, trained with a linear classifier on a few labels."""
+    """Train a copy of the backbone and a linear classifier together, on a few labels."""
 
     about = "the whole backbone fine-tuned on 1 % of the labels, as in SimCLR"
     epochs: PositiveInt = 60
     batch: PositiveInt = 4096
     labels: float | Keys = 0.01
-    lr: PositiveFloat = 0.05  # for a batch of 256; it scales linearly with the batch
+    lr: PositiveFloat = 0.05  # learning rate for a batch of 256; it is scaled linearly with the batch
 
     def run(self, backbone: "Backbone", data: "ProbeSets", workspace: Workspace) -> Outcome:
         from eagleray.protocols.semi_supervised import semi_supervised
@@ -125,7 +125,7 @@ class SemiSupervised(CropProtocol):
 
 
 class Logistic(FeatureProtocol):
-    """Logistic regression on frozen features of images that have one class each."""
+    """Fit logistic regression to frozen features of images that have one class each."""
 
     about = "logistic regression with L-BFGS, its lambda picked on held-out training images, as in EsViT"
     ranks = True
@@ -139,10 +139,11 @@ class Logistic(FeatureProtocol):
 
 
 class SuiteOf18(FrozenProtocol["SuiteFeatures"]):
-    """The logistic protocol on every data set of EsViT's suite whose shards are in ROOT/NAME/SPLIT."""
+    """Run the logistic protocol on all data sets of EsViT's suite that have shards in ROOT/NAME/SPLIT, for --suite
+    ROOT."""
 
     about = "the logistic protocol on the 18 datasets of EsViT"
-    reference: str | None = None  # folder of another evaluation, whose suite results are the reference
+    reference: str | None = None  # folder of another evaluation, to compare with its results of the suite
     seed: NonNegativeInt = 0
 
     def data(self) -> Suite:
@@ -160,7 +161,7 @@ class Correspondence(PatchProtocol):
     about = "how often a patch is matched to itself in the mirrored image, as in EsViT"
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
-    limit: PositiveInt = 50_000  # most images; by default as many as the paper uses: ImageNet's validation set
+    limit: PositiveInt = 50_000  # largest number of images; as in the paper, that of ImageNet's validation set
     recipe = ("size", "resize")
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
@@ -170,13 +171,13 @@ class Correspondence(PatchProtocol):
 
 
 class Attention(ImageProtocol):
-    """Attention maps of the heads of the last block, and their entropies."""
+    """Draw the attention maps of the heads in the last block, and measure their entropies."""
 
     about = "attention maps of the last block, head by head"
     size: PositiveInt = 480
-    limit: PositiveInt = 64  # most images over which entropies are averaged
-    mass: Share = 0.6  # share of the attention that the selected patches, the fewest possible, hold
-    heads: PositiveInt = 6  # number of heads that are drawn
+    limit: PositiveInt = 64  # largest number of images over which entropies are averaged
+    mass: Share = 0.6  # the fewest patches that hold this share of the attention are drawn
+    heads: PositiveInt = 6  # number of heads to draw
     query: tuple[Share, ...] = ()  # x and y of the patch whose attention is drawn; empty: the class token
     points: tuple[Share, ...] = (0.5, 0.5, 0.25, 0.25, 0.75, 0.25, 0.25, 0.75, 0.75, 0.75)  # x, y of each query patch
 
@@ -187,7 +188,7 @@ class Attention(ImageProtocol):
 
 
 class Components(PatchProtocol):
-    """The principal components of the patches of several images together, as colours."""
+    """Draw principal components of patches as colours. They are computed for the patches of several images together."""
 
     about = "principal components of the patches, shown as colours"
     size: PositiveInt = 448
@@ -200,12 +201,12 @@ class Components(PatchProtocol):
 
 
 class Neighbours(ImageProtocol):
-    """A sheet of query images, each with its nearest images."""
+    """Draw a sheet of query images, each with the images nearest to it."""
 
     about = "contact sheets of nearest images"
     recipe = ("size",)
     size: PositiveInt = Evaluate.size
-    limit: PositiveInt = 1000  # most images that are searched
+    limit: PositiveInt = 1000  # largest number of images among which neighbours are searched
     queries: PositiveInt = 8
     k: PositiveInt = 8
 
@@ -216,13 +217,13 @@ class Neighbours(ImageProtocol):
 
 
 class Pairs(PatchProtocol):
-    """The most similar pairs of patches between two views of an image, and between two images."""
+    """Draw the most similar pairs of patches between two views of an image, and between two images."""
 
     about = "most similar patches of two views and of two images"
     size: PositiveInt = 224
     images: PositiveInt = 3
-    limit: PositiveInt = 64  # most images that are searched for the nearest one
-    one: str = ""  # `one` and `other` name two images of the user: files or keys of samples
+    limit: PositiveInt = 64  # largest number of images among which the nearest one is searched
+    one: str = ""  # `one` and `other`: two images to compare as well, each a file or the key of a sample
     other: str = ""
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
@@ -232,7 +233,7 @@ class Pairs(PatchProtocol):
 
 
 class Throughput(Protocol[None]):
-    """The speed, size and memory of a backbone."""
+    """Measure the speed, size and memory of a backbone."""
 
     about = "images/s, parameters, multiply-adds and memory"
     size: PositiveInt = Evaluate.size
@@ -249,8 +250,8 @@ class Throughput(Protocol[None]):
         return throughput(backbone, self, workspace.note)
 
 
-# Settings in which the papers' scripts differ from `Linear`. The scripts do not scale features, and the learning rates
-# that they use lie within these ranges.
+# Settings of the papers' scripts that differ from those of `Linear`. The scripts do not scale features. Their learning
+# rates lie within the ranges of `rates`.
 DINO = {"epochs": 100, "batch": 1024, "scaled": False, "rates": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)}
 MOCO = {"epochs": 90, "batch": 1024, "scaled": False, "rates": (0.1, 0.3, 1.0, 3.0, 10.0)}
 LAST = {"features": "last4"}

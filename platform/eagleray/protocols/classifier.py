@@ -37,7 +37,7 @@ def classifier(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> dict[str, float]:
-    """Measure top-1 and top-5 accuracy in percent on the labelled images, and top-1 as a mean over classes.
+    """Measure top-1 and top-5 accuracy and the mean accuracy of the classes on an index's labelled images, in percent.
 
     The ranks share the images, and all return the same numbers. Images that do not decode are left out."""
     mine = own_samples(labelled_samples(index))
@@ -48,7 +48,7 @@ def classifier(
             y = torch.from_numpy(index.label[rows])
             with autocast(device, precision):
                 z = net.classify(normalise(images, device))
-            best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5)
+            best = z.float().topk(min(TOP, z.shape[1])).indices.cpu()  # (B, 5) classes with the highest scores
             hit = best == y.unsqueeze(1)
             ys.append(y.numpy())
             positions.append(torch.where(hit.any(1), hit.int().argmax(1), TOP).numpy())
@@ -60,8 +60,8 @@ def classifier(
 
 
 def accuracies(label: np.ndarray, position: np.ndarray) -> dict[str, float]:
-    """Return accuracies in percent from each image's class `label` (n,) and the rank `position` (n,), from 0, of this
-    class when the classes are sorted by predicted score."""
+    """Return accuracies in percent for n images of classes `label` (n,). `position` (n,) is the rank of an image's
+    class among all classes by predicted score: 0 if its score is the highest."""
     if not len(label):
         return {}
     right = position == 0

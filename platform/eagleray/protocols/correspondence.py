@@ -22,18 +22,18 @@ from eagleray.protocols.image_batches import batches
 from eagleray.protocols.outcome import Outcome
 from eagleray.views import photometric, sampling
 
-PAIRS, TOKENS = 10, 49  # most similar pairs of an image that count, and patches of an image, in the paper
-BATCH = 128  # images in a batch, with two views each
-# The paper's text has RandomGrayscale; the authors' code, which made its numbers, makes every second view grey.
+PAIRS, TOKENS = 10, 49  # in the paper, 10 pairs of an image with 49 patches count
+BATCH = 128  # images in a batch; the backbone gets two views of each
+# The paper's text names RandomGrayscale, but its results are of the authors' code, which turns all mirrored views grey.
 MIRRORED = sampling.Views.of([View(flip=1.0, jitter=0.8, gray=1.0)])
 
 
 class Matches(NamedTuple):
     """The k most similar pairs of patches of two images, the most similar first."""
 
-    one: Tensor  # (..., k) indices of patches of one image
-    other: Tensor  # (..., k) indices of the patches of the other image that are matched to them
-    cosine: Tensor  # (..., k)
+    one: Tensor  # (..., k) indices of the matched patches of the first image
+    other: Tensor  # (..., k) index of the patch in the second image that is matched to each
+    cosine: Tensor  # (..., k) cosine similarity of each pair
 
 
 def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
@@ -47,17 +47,17 @@ def matches(one: Tensor, other: Tensor, k: int = PAIRS) -> Matches:
 
 
 def pairs_of(patches: int) -> int:
-    """Return how many pairs count for an image with this number of patches: PAIRS or, if there are fewer patches than
-    the paper's TOKENS, the same share of them."""
+    """Return how many pairs of an image count: PAIRS or, if it has fewer than TOKENS patches, proportionally fewer."""
     return min(PAIRS, max(1, round(PAIRS * patches / TOKENS)))
 
 
 def scores(one: Tensor, other: Tensor, grid: tuple[int, int], size: Sequence[int], k: int | None = None) -> Tensor:
-    """Return the accuracy and the error (..., 2) of the k most similar matches between an image and its mirror image.
+    """Return accuracy and error (..., 2) of the k most similar matches between the patches of an image and its mirror
+    image.
 
-    `one` and `other` are the patches (..., N, D) of the two, `size` is their (H, W), and k is by default `pairs_of(N)`.
-    The true match of a patch is the patch at its mirrored position. The error is the distance between the centres of
-    the matched and the true patch in pixels."""
+    `one` and `other` (..., N, D) are the patches of the two images, `size` is their (H, W), and k is `pairs_of(N)` by
+    default. A match is right if it is the patch at the mirrored position. The error is the distance in pixels between
+    the centres of the matched and the right patch."""
     h, w = grid
     pairs = matches(one, other, k or pairs_of(h * w))
     down = pairs.other // w - pairs.one // w
@@ -77,11 +77,11 @@ def correspondence(backbone: Backbone, index: Index, settings: Correspondence) -
     mine = np.array_split(subset(np.arange(len(index)), settings.limit), dist.size())[dist.rank()]
     parts = [np.empty((0, 2))]
     for samples, crops in batches(index, mine, settings.size, settings.resize, BATCH):
-        # Features are in float32 also on a GPU, because neighbouring patches differ little.
+        # Without autocast, features are float32 on a GPU, too: neighbouring patches differ too little for bfloat16.
         features = backbone(torch.cat(views(crops.to(device), samples)))
         one, other = features.patches.chunk(2)
         parts.append(scores(one, other, features.grid, crops.shape[2:]).double().cpu().numpy())
-    each = np.concatenate(dist.gather_objects(np.concatenate(parts)))  # (n, 2)
+    each = np.concatenate(dist.gather_objects(np.concatenate(parts)))  # (n, 2) accuracy and error of n images
     if not len(each):
         raise no_image_error(index)
     accuracy, error = each.mean(0).tolist()

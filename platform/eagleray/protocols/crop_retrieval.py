@@ -23,8 +23,8 @@ from eagleray.protocols.features import own_samples
 from eagleray.protocols.image_batches import THREADS, Reading, batches
 from eagleray.views.photometric import normalise
 
-PARTS = 5  # parts of the images; the jackknife of LiDAR leaves out one at a time
-RIDGE = 1e-4  # added to the diagonal of the covariance of crops, as in the paper
+PARTS = 5  # parts of the images, one of which the jackknife leaves out at a time
+RIDGE = 1e-4  # LiDAR's ridge, added to the diagonal of the covariance of crops, as in the paper
 AREA = 0.2, 1.0  # range of a crop's area, as a share of the centre square
 
 
@@ -38,12 +38,12 @@ def measure_crops(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> tuple[float, float, float] | None:
-    """Return in percent how often the second crop of an image finds the first, then LiDAR and its standard error.
+    """Return how often, in percent, the second crop of an image finds the first, then LiDAR and its standard error.
 
     A second crop finds the first crop of its image if no other image's first crop is nearer, by the cosine of pooled
-    features. Returns None if fewer than PARTS samples decode. Crops of `size` pixels are cut from the centre square of
-    the image with its short side at `resize`. They depend on the sample alone, so that all backbones see the same
-    crops. Each rank embeds a share of the samples. Called by all ranks together."""
+    features. Crops of `size` pixels are cut from the centre square of the image with its short side at `resize`. They
+    depend on the sample alone, so that all backbones see the same crops. Each rank embeds a share of the samples.
+    Returns None if fewer than PARTS samples decode. Called by all ranks together."""
     embed = partial(features_of_crops, backbone, index, own_samples(samples), size, resize, precision, reading)
     mine = dist.together(embed)
     pairs = dist.gather(mine, dist.gather_objects(len(mine)))
@@ -54,9 +54,10 @@ def measure_crops(
 
 @torch.no_grad()
 def numbers(pairs: Tensor) -> tuple[float, float, float]:
-    """Return the percentage found, LiDAR and LiDAR's standard error for features (n, 2, D) of two crops of each image.
+    """Return the percentage of second crops that find the first, LiDAR, and LiDAR's standard error.
 
-    The standard error is that of the jackknife over PARTS parts of the images."""
+    `pairs` (n, 2, D) are features of two crops of n images. The error is that of a jackknife over PARTS parts of
+    them."""
     first, second = F.normalize(pairs, dim=2).unbind(1)
     x = pairs.double().cpu()
     part = torch.arange(len(x)) % PARTS
@@ -66,8 +67,8 @@ def numbers(pairs: Tensor) -> tuple[float, float, float]:
 
 
 def share_found(first: Tensor, second: Tensor) -> float:
-    """Return in percent how many second crops are nearest to their own first crop, from unit features (n, D) of
-    both."""
+    """Return the percentage of second crops whose nearest first crop is of the same image. `first` and `second` (n, D)
+    are the crops' features of unit length."""
     own = (second @ first.T).argmax(1) == torch.arange(len(first), device=first.device)
     return 100 * int(own.sum()) / len(first)
 
@@ -113,7 +114,7 @@ def features_of_crops(
 def random_crops(images: Tensor, samples: list[int], size: int, number: int) -> Tensor:
     """Return a random square crop (b, 3, size, size) of each image (b, 3, S, S), uint8.
 
-    The crop is determined by the index of the sample and by `number`, which differs between the crops of a sample."""
+    Equal indices `samples` and an equal `number` give equal crops; `number` differs between the crops of a sample."""
     side, out = images.shape[-1], []
     for sample, image in zip(samples, images, strict=True):
         draw = np.random.default_rng([zlib.crc32(b"crop"), number, sample])

@@ -33,16 +33,16 @@ from eagleray.protocols.probes import ProbeSets
 from eagleray.storage import store
 from eagleray.views.sampling import Views
 
-LANES = 64  # parts of the data that a batch is read from, as in pretraining; fewer if 64 does not divide the batch
-SAID = 5  # most broken images that messages name
-TOP = 5  # guesses of top-5 accuracy, which is measured beside top-1
+LANES = 64  # parts of the data that equally fill a batch, as in pretraining; fewer if the batch is no multiple of 64
+SAID = 5  # largest number of broken images that are reported
+TOP = 5  # number of guesses in top-5 accuracy
 
 
 @dataclass(frozen=True)
 class AugmentedBatches:
-    """The training batches of some samples of an index, for a number of epochs.
+    """The training batches of some of an index's samples, over a number of epochs.
 
-    The last images of an epoch are left out if they do not fill a batch."""
+    In each epoch, the last images that do not fill a batch are left out."""
 
     stream: Stream
     epochs: int
@@ -62,7 +62,7 @@ class AugmentedBatches:
         device: torch.device,
         note: Note,
     ) -> "AugmentedBatches":
-        """Describe the batches of square crops of `size` pixels.
+        """Return the batches of square crops of `size` pixels, with `batch` images on all ranks together.
 
         Raises UserError when the samples do not fill a batch, and when there are more ranks than images in a batch."""
         if batch > len(samples):
@@ -83,7 +83,7 @@ class AugmentedBatches:
         return self.epochs * self.stream.steps_per_epoch
 
     def __call__(self, start: int) -> Iterator[tuple[Progress, Batch]]:
-        """Yield this rank's rows of each batch from the step `start` on.
+        """Yield the progress and this rank's rows of each batch, from the step `start` on.
 
         An image that does not decode is replaced by another image and reported. Raises UserError or Outage when the
         images cannot be read."""
@@ -99,17 +99,17 @@ class AugmentedBatches:
 
 
 def class_numbers(index: Index, samples: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return the distinct labels (C,) of some samples in ascending order. Labels need not be consecutive."""
+    """Return the distinct labels (C,) of some samples, ascending, on a device. Labels need not be consecutive."""
     return torch.from_numpy(np.unique(index.label[samples])).to(device)
 
 
 def centre_crops(
     backbone: Backbone, classes: Tensor, index: Index, samples: NDArray[np.int64], *, size: int, resize: int, kind: str
 ) -> LabelledFeatures:
-    """Return the features of this rank's share of the samples, on the device of `classes`, with classes counted from 0.
+    """Return features and classes of the centre crops of this rank's share of the samples, on the device of `classes`.
 
-    `classes` (C,) are all labels in ascending order. Called by all ranks together. Raises UserError when no image
-    decodes."""
+    `classes` (C,) are all labels in ascending order; the class of an image is the index of its label there. Called by
+    all ranks together. Raises UserError when no image decodes."""
     reading = Reading.beside(classes.device)
     x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind], reading=reading)[kind]
     if not sum(dist.gather_objects(len(y))):
@@ -119,20 +119,19 @@ def centre_crops(
 
 @torch.no_grad()
 def top_accuracies(scores: Callable[[Tensor], Tensor], features: LabelledFeatures, heads: int) -> Tensor:
-    """Return the top-1 and top-5 accuracies (H, 2) in percent on the features of all ranks.
+    """Return the top-1 and top-5 accuracies (H, 2) of H = `heads` classifiers in percent, on the features of all ranks.
 
-    `scores` is a function that returns the class scores (b, H, C) of features (b, D), `heads` is H. Called by all ranks
-    together."""
+    `scores` returns the class scores (b, H, C) of features (b, D). Called by all ranks together."""
     hits = torch.zeros(heads, 2, dtype=torch.long, device=features.x.device)
     for x, y in zip(features.x.split(BATCH), features.y.split(BATCH), strict=True):
         z = scores(x)
-        hit = z.topk(min(TOP, z.shape[2])).indices == y.view(-1, 1, 1)  # (b, H, 5)
+        hit = z.topk(min(TOP, z.shape[2])).indices == y.view(-1, 1, 1)  # (b, H, 5) whether a guess is right
         hits += torch.stack([hit[..., 0].sum(0), hit.sum((0, 2))], 1)
     return 100 * dist.total(hits).float() / sum(dist.gather_objects(len(features.y)))
 
 
 def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict[str, float]:
-    """Return the numbers, without top-5 accuracies if there are fewer than five classes, as they would be 100 %."""
+    """Return the numbers; if there are fewer than five classes, without top-5 accuracies, which would be 100 %."""
     if classes >= TOP:
         return numbers
     note(f"no top-5 accuracy: {classes} classes")
@@ -140,7 +139,7 @@ def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict
 
 
 def choose(sets: ProbeSets, labels: float | str, seed: int) -> ProbeSets:
-    """Return the sets with a part of the training images: the share `labels`, or images that the file `labels` names.
+    """Return the sets with only a part of the training images. `labels` is their share or a file that lists their keys.
 
     Raises UserError when the share or the file cannot be used, and when a class is left without an image."""
     if isinstance(labels, str):
@@ -157,10 +156,10 @@ def choose(sets: ProbeSets, labels: float | str, seed: int) -> ProbeSets:
 
 
 def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float, seed: int) -> NDArray[np.int64]:
-    """Draw a share of the samples, with equally many of each class or one more, and return them in ascending order.
+    """Draw a share of the samples at random, and return them in ascending order.
 
-    A class with fewer samples keeps them all. `label` (N,) are the classes of all samples. Raises UserError when the
-    share is smaller than one image of each class."""
+    Each class gets the same number, and some get one more; a class with fewer samples keeps them all. `label` (N,) are
+    the classes of all N samples of the index. Raises UserError when the share is less than one image of each class."""
     classes, of = np.unique(label[samples], return_inverse=True)
     total = round(share * len(samples))
     if total < len(classes):
@@ -178,10 +177,10 @@ def balanced(label: NDArray[np.int64], samples: NDArray[np.int64], share: float,
 
 
 def listed(index: Index, samples: NDArray[np.int64], url: str) -> NDArray[np.int64]:
-    """Return the samples whose keys a text file lists, one in each line, with or without their folders.
+    """Return the samples whose keys are in a text file at `url`, one in each line, with or without folders.
 
     Extensions, which begin at the first dot of a file name, are ignored. Raises UserError when the file cannot be read,
-    or a line does not name exactly one of the samples."""
+    or when a line does not name exactly one of the samples."""
     no_file = f"--labels {url}: no such file; expected a share of the labels or a file with keys"
     no_text = f"--labels {url}: not a text file; expected one key of an image in each line"
     with explained(no_file, FileNotFoundError, why=False), explained(no_text, UnicodeDecodeError, why=False):

@@ -45,9 +45,9 @@ def in_eval_mode(f: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[N, P
 
 @contextlib.contextmanager
 def explain_failure(backbone: Backbone, lacks: str) -> Iterator[None]:
-    """Turn any error of the backbone's model into a UserError that names the model and says what it `lacks`.
+    """Turn any error that the backbone's model raises in this context into a UserError, which says what it `lacks`.
 
-    The message of the error, which depends on the architecture, follows at the end."""
+    The error also names the model. It ends with the original message, which depends on the architecture."""
     try:
         yield
     except UserError:

@@ -1,7 +1,7 @@
-"""Extract the features of a frozen backbone for the images in shards, of which each rank has a share.
+"""Extract the features of a frozen backbone for the images in shards. Each rank extracts those of a share of them.
 
-A type of features is the pooled vector, alone or with the mean patch, or vectors of the last four blocks, as in DINO
-and EsViT."""
+The features are of three types: the pooled vector, alone or with the mean of the patches, and vectors of the last four
+blocks, as in DINO and EsViT."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ class LabelledFeatures(NamedTuple):
 
 
 class Extracted(NamedTuple):
-    """The features of a training and a test set, those of this rank's share or all of them."""
+    """The features of a training set and of a test set: those of this rank's share, or all of them."""
 
     train: LabelledFeatures
     test: LabelledFeatures
@@ -56,7 +56,7 @@ class Extracted(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenFeatures:
-    """Frozen features of labelled images, which are extracted when they are first read."""
+    """The frozen features of labelled images. They are extracted when they are first read."""
 
     extract: Callable[[], Extracted]
     digest: str = ""  # digest of the images and their labels
@@ -68,7 +68,7 @@ class FrozenFeatures:
 
     @property
     def train(self) -> LabelledFeatures:
-        """The features to train on, with classes that are numbered from 0."""
+        """The features to train on, with classes counted from 0."""
         return self._extracted.train
 
     @property
@@ -84,10 +84,10 @@ class FrozenFeatures:
 
 @dataclass(frozen=True)
 class SuiteFeatures:
-    """Frozen features of many data sets."""
+    """Frozen features of many data sets. Those of a data set are extracted when it is read."""
 
     root: str  # folder or URL of the data sets
-    read: Callable[[str], LabelledFeatures]  # extracts the features of the shards at a URL
+    read: Callable[[str], LabelledFeatures]  # function that returns the features of the shards at a URL
     model: str = ""  # timm name of the backbone
     digests: list[str] = field(default_factory=list)  # digests of the data sets that were read
     bank: Bank = "fp32"  # number format in which the features are kept
@@ -108,7 +108,7 @@ class Shard:
 
     @classmethod
     def of(cls, rows: int) -> "Shard":
-        """Return the shard of a rank that holds `rows` rows. Called by all ranks together."""
+        """Return the shard of this rank, which holds `rows` rows. Called by all ranks together."""
         counts = dist.gather_objects(rows)
         return cls(sum(counts[: dist.rank()]), rows, sum(counts))
 
@@ -118,17 +118,17 @@ class Shard:
         return self.first + self.rows
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return where the given `rows` of the table are among this rank's rows; rows of other ranks are left out."""
+        """Return those of the given `rows` of the table that this rank holds, as indices into this rank's rows."""
         if self.rows == self.total:
             return rows
         return rows[(rows >= self.first) & (rows < self.last)] - self.first
 
     def read(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Return the rows `first` to `last` (excluded) of the table on every rank. `x` are the rows of this rank.
+        """Return the rows `first` to `last` (excluded) of the table on every rank, from the rows `x` of this rank.
 
         Called by all ranks together. Floating-point numbers are returned in float32."""
         dtype = torch.float32 if x.is_floating_point() else x.dtype
-        if dist.size() == 1:  # a rank that holds all rows of several ranks must send them to the other ranks
+        if dist.size() == 1:  # not `rows == total`: a rank that holds all rows must send them to the others
             return x[first:last].to(dtype)
         out = x.new_zeros(last - first, *x.shape[1:], dtype=dtype)
         begin, end = max(first, self.first), min(last, self.last)
@@ -138,7 +138,7 @@ class Shard:
 
 
 def count_classes(*labels: Tensor) -> int:
-    """Return the number of classes, counted from 0, in the labels (n,) of all ranks."""
+    """Return the number of classes: one more than the highest label in `labels`, each (n,), of all ranks."""
     return 1 + max(dist.gather_objects(max((int(y.max()) for y in labels if len(y)), default=-1)))
 
 
@@ -179,7 +179,7 @@ def extract_features(
 
     Raises UserError when the backbone lacks one of the types, or when the device does not compute in this precision."""
     mine = own_samples(samples)
-    xs: dict[str, Tensor] = {}  # (n, D), of which the first `done` rows are known
+    xs: dict[str, Tensor] = {}  # features (n, D) by type; their first `done` rows are filled
     y = torch.empty(len(mine), dtype=torch.long)
     done = 0
 
@@ -197,7 +197,7 @@ def extract_features(
             tick(len(rows))
 
     dist.together(extract)
-    widths: dict[str, int] = {}  # a rank without images gets the widths from others
+    widths: dict[str, int] = {}  # D by type, also for a rank without images, which gets it from other ranks
     for part in dist.gather_objects({kind: x.shape[1] for kind, x in xs.items()}):
         widths |= part
     nothing = {kind: torch.empty(0, widths.get(kind, backbone.dim), dtype=FORMATS[bank]) for kind in kinds}
@@ -214,8 +214,8 @@ def embedded(
     precision: Format,
     reading: Reading = THREADS,
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Yield, for each batch, the indices of the samples that decode and their features (b, D) by type, float32 on the
-    CPU. The caller sets the backbone's mode, and disables gradients."""
+    """Yield, for each batch, the indices of the samples that decode and their features (b, D) by type, in float32 on
+    the CPU. The caller puts the backbone into evaluation mode, and disables gradients."""
     device = next(backbone.parameters()).device
     for rows, images in batches(index, samples, size, resize, reading=reading, device=device):
         x = normalise(images, device)
@@ -225,7 +225,7 @@ def embedded(
 
 
 def own_samples(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return this rank's share of the samples: consecutive batches, none of which is divided between ranks."""
+    """Return this rank's share of the samples: consecutive batches, so that no batch is split over ranks."""
     batches = -(-len(samples) // BATCH)
     first, last = (BATCH * (batches * rank // dist.size()) for rank in (dist.rank(), dist.rank() + 1))
     return samples[first:last]
@@ -257,7 +257,7 @@ def no_image_error(index: Index) -> UserError:
 
 
 def subset(samples: NDArray[np.int64], count: int | None) -> NDArray[np.int64]:
-    """Draw at most `count` of the samples at random, and keep their order; every call draws the same ones.
+    """Draw at most `count` of the samples at random, in their order; None: all. Every call draws the same samples.
 
     Taking every n-th sample instead would miss classes if the classes alternate."""
     if count is None or count >= len(samples):
@@ -304,11 +304,10 @@ def has_kind(backbone: Backbone, kind: str, size: int) -> bool:
 
 
 def last_blocks(model: Any) -> list[Any]:
-    """Return the last 4 blocks of a model, which may belong to several stages.
+    """Return the last 4 blocks of a model. They may belong to several stages.
 
-    For a ResNet the list is empty, because DINO uses its pooled vector instead.
-
-    Raises UserError when the model has fewer than 4 blocks."""
+    For a ResNet the list is empty, as DINO uses its pooled vector instead. Raises UserError when the model has fewer
+    than 4 blocks."""
     parts = stages(model)
     if hasattr(model, "layer4"):
         return []
@@ -321,7 +320,7 @@ def last_blocks(model: Any) -> list[Any]:
 
 
 def blocks_of(stage: Any) -> list[Any]:
-    """Return the blocks of a stage, without the downsampling layer that may precede them."""
+    """Return the blocks of a stage. Its downsampling layer, if it begins with one, is left out."""
     inside = stage.blocks if hasattr(stage, "blocks") else stage
     if not hasattr(inside, "__iter__"):
         raise UserError(f"{type(stage).__name__} has no blocks that can be read one by one")
@@ -329,22 +328,22 @@ def blocks_of(stage: Any) -> list[Any]:
 
 
 def block_vector(model: Any, tokens: Tensor) -> Tensor:
-    """Reduce the tokens of a block, (B, N, C), (B, h, w, C) or (B, C, h, w), to one vector (B, C) for each image.
+    """Return one vector (B, C) for each image from the tokens (B, N, C), (B, h, w, C) or (B, C, h, w) of a block.
 
-    The vector is the class token of a ViT, or else the mean of the patches. The final norm is applied first if its
-    width is that of the tokens."""
+    The vector is the class token of a ViT, otherwise the mean of the patches. The model's final norm is applied first
+    if its width is that of the tokens."""
     if tokens.ndim == 4:
         nchw = getattr(model, "stage_fmt", getattr(model, "output_fmt", "NCHW")) != "NHWC"
         tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
-    if tokens.shape[2] == model.num_features:  # the last stage; as in EsViT, other stages get no norm
+    if tokens.shape[2] == model.num_features:  # the width of the last stage: as in EsViT, only its tokens are normed
         tokens = getattr(model, "norm", nn.Identity())(tokens)
     return tokens[:, 0] if has_class_token(model, tokens) else tokens.mean(1)
 
 
 def has_class_token(model: Any, tokens: Tensor) -> bool:
-    """Return whether the first of the tokens (B, N, C) stands for the whole image.
+    """Return whether the first of the tokens (B, N, C) stands for the whole image instead of a patch.
 
-    It does so if it is a class token or, in a stage of ViL, the global token: there N - 1 is a square number."""
+    This is so for a class token and for the global token in a stage of ViL, where the N - 1 patches form a square."""
     if getattr(model, "cls_token", None) is not None:
         return True
     return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1

@@ -1,9 +1,8 @@
-"""Fine-tune a backbone as part of a larger network, or a classifier on it, on one rank or several.
+"""Fine-tune a backbone within a larger network, or with a classifier on it, on one rank or several.
 
-The global batches do not depend on the number of ranks: each rank takes some of their rows. Gradients are averaged and
-batch norm is synchronised over ranks, as with mmsegmentation's SyncBN and in XCiT's detectors; dropout and drop path
-are drawn on each rank. Rank 0 writes the checkpoints, from which any number of ranks continues.
-"""
+Each rank takes some rows of a global batch, so that global batches do not depend on the number of ranks. Gradients are
+averaged over ranks, and batch norm is synchronised, as with mmsegmentation's SyncBN and in XCiT's detectors. Each rank
+draws its own dropout and drop path. Rank 0 writes checkpoints, from which any number of ranks can continue."""
 
 import itertools
 import time
@@ -27,13 +26,13 @@ from eagleray.storage.ordered_map import ordered_map
 
 T = TypeVar("T")
 LINES = 20  # number of evenly spaced progress lines of a training
-SILENCE = 60.0, 0.1  # longest time between lines: the larger of these seconds and this share of the time so far
+SILENCE = 60.0, 0.1  # longest time between lines: 60 seconds, or 10 % of the time so far if that is more
 SAVE_SECONDS = 300.0  # seconds between checkpoints
 DROP_PATHS = ("drop_path", "drop_path1", "drop_path2")  # names of drop path modules in timm's blocks
 
 
 class Trainee(nn.Module):
-    """A network that `loop.Trainer` can train, without a momentum teacher to update after a step."""
+    """A network that `loop.Trainer` can train; it has no momentum teacher that a step would have to update."""
 
     def before_step(self, at: Progress) -> None:
         pass
@@ -42,10 +41,10 @@ class Trainee(nn.Module):
 
 
 def set_drop_path(model: nn.Module, rate: float) -> float:
-    """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model in place.
+    """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model's blocks in place.
 
-    They rise linearly from 0 at the first block to `rate` at the last. Returns the rate of the last block, or 0 for a
-    model without drop path modules."""
+    The rates rise linearly from 0 for the first block to `rate` for the last. Returns the rate of the last block, or 0
+    if the model has no drop path modules."""
     blocks: list[tuple[nn.Module, list[str]]] = []
     for block in model.modules():
         names = [name for name, part in block.named_children() if name in DROP_PATHS or isinstance(part, DropPath)]
@@ -58,7 +57,7 @@ def set_drop_path(model: nn.Module, rate: float) -> float:
 
 
 def divide(batch: int) -> tuple[int, ...]:
-    """Return how many rows of a batch each rank takes, in rank order.
+    """Return the number of rows of a batch that each rank takes, in the order of ranks.
 
     Raises UserError when the batch has fewer rows than there are ranks."""
     ranks = dist.size()
@@ -68,15 +67,16 @@ def divide(batch: int) -> tuple[int, ...]:
 
 
 def read_beforehand(read: Callable[[T], object], things: Sequence[T]) -> None:
-    """Read all files of a validation before the training, so that no broken file is found only after it.
+    """Read the files of a validation, `things`, with `read` before the training, so that a broken file is found in
+    time.
 
-    Each rank reads a part of `things`. If `read` raises an error, all ranks raise it."""
+    Each rank reads a part of them. If `read` raises an error on one rank, all ranks raise it."""
     mine = itertools.islice(things, dist.rank(), None, dist.size())
     dist.together(lambda: deque(ordered_map(read, mine), maxlen=0))
 
 
 def own(rows: tuple[int, ...]) -> range:
-    """Return which rows of a global batch are this rank's; `rows` has the number of rows of each rank."""
+    """Return the range of this rank's rows in a global batch. `rows` are the numbers of rows of all ranks."""
     first = dist.offset(rows)
     return range(first, first + rows[dist.rank()])
 
@@ -96,12 +96,12 @@ def fine_tune(
     scratch: Path,
     note: Note,
 ) -> None:
-    """Train a network in place, continuing from the newest checkpoint in the folder if there is one.
+    """Train a network in place, continuing from the newest checkpoint in `folder` if there is one.
 
-    `algorithm` is one of the names of `optim.make`. `batches` is a function that returns the batches from a step on;
-    each has `batch` images on all ranks together. The folder may be an s3:// URL; then `scratch` is a local folder for
-    files that are uploaded or downloaded. Called by all ranks together. Raises UserError when the checkpoints or the
-    data cannot be read."""
+    `algorithm` is a name that `optim.make` knows. `batches(start)` returns the batches from the step `start` on; each
+    has `batch` images on all ranks together. `folder` may be an s3:// URL; then `scratch` is a local folder for the
+    files to upload and download. Called by all ranks together. Raises UserError when the checkpoints or the data cannot
+    be read."""
     device = next(net.parameters()).device
     world = World(device)
     world.synchronise(net)
@@ -139,19 +139,19 @@ def fine_tune(
 
 
 def mean_loss(loss: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return the loss of the global batch, from the loss of this rank's rows."""
+    """Return the mean loss over a global batch, from the mean over this rank's rows. `rows` are those of all ranks."""
     return dist.total(loss * (rows[dist.rank()] / sum(rows)))
 
 
 class ProgressReport:
-    """Report the step, loss, speed and remaining time of a training at intervals."""
+    """Prints the step, loss, speed and remaining time of a training at intervals."""
 
     def __init__(self, name: str, steps: int, start: int, batch: int, note: Note) -> None:
         self.name, self.steps, self.start, self.batch, self.note = name, steps, start, batch, note
         self.began = self.last = time.monotonic()
 
     def __call__(self, done: int, loss: Tensor) -> None:
-        """Print a line after `done` steps if it is time for one: see LINES and SILENCE."""
+        """Print a line after `done` steps if a line is due by LINES or by SILENCE."""
         now = time.monotonic()
         least, share = SILENCE
         due = done * LINES // self.steps > (done - 1) * LINES // self.steps

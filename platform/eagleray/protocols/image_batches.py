@@ -1,6 +1,6 @@
-"""Read the centre crops of images in the order of the samples given, in threads or in loader processes.
+"""Read the centre crops of images in the order of the given samples, in threads or in loader processes.
 
-Neighbouring images are fetched with one ranged read, as in training, and their checksums are verified."""
+Images that are neighbours in a file are fetched with one ranged read, as in training, and checksums are verified."""
 
 import contextlib
 from collections import deque
@@ -28,9 +28,9 @@ from eagleray.storage.retry import PATIENCE
 from eagleray.views.crop import centre_crop
 
 BATCH = 256  # images in a forward pass; batches are never divided, so that they are the same on any number of ranks
-AHEAD = 4  # batches read and decoded ahead of the one in the backbone
-PIECE = 32  # consecutive images that a thread decodes
-GAP = 2**20  # most bytes between two images that are fetched with one read
+AHEAD = 4  # number of batches that are read and decoded ahead of the one in use
+PIECE = 32  # number of consecutive images that a thread decodes at a time
+GAP = 2**20  # largest gap in bytes between two images that are fetched with one read
 
 Crops = tuple[Tensor, Tensor]  # indices of the samples (b,), and their centre crops (b, 3, S, S), uint8
 
@@ -39,16 +39,16 @@ Crops = tuple[Tensor, Tensor]  # indices of the samples (b,), and their centre c
 class Reading:
     """The way in which images are read: by threads or by loader processes, and with or without a cache of blocks."""
 
-    workers: int = 0  # loader processes; 0: threads of this process
+    workers: int = 0  # number of loader processes; 0: threads of this process read
     cache: Cache | None = None
-    patience: float = PATIENCE  # seconds for which requests that a store does not answer are retried
+    patience: float = PATIENCE  # seconds for which a request is retried while the store does not answer
 
     @classmethod
     def beside(cls, device: torch.device) -> "Reading":
         """Return how to read images while a backbone computes on a device.
 
-        Beside an accelerator, loader processes read, as threads would delay the thread that launches its kernels.
-        Beside a CPU, threads read, as processes would only take CPU time from the backbone."""
+        With an accelerator, loader processes read: threads would delay the thread that launches its kernels. On a CPU,
+        threads read: processes would only take CPU time from the backbone."""
         return cls(processes("auto", cpu_share.cpus())) if devices.is_accelerator(device) else THREADS
 
 
@@ -65,7 +65,7 @@ def batches(
     reading: Reading = THREADS,
     device: torch.device = devices.CPU,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the indices of the samples in a batch that decode, and their centre crops (b, 3, size, size), uint8.
+    """Yield, for each batch, the indices of the samples that decode, and their centre crops (b, 3, size, size), uint8.
 
     While the caller uses a batch on the device, the next batches are read. Batches in which no image decodes are left
     out. Raises UserError or Outage when the images cannot be read."""
@@ -85,9 +85,9 @@ def batches(
 
 @dataclass(frozen=True)
 class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
-    """Yields the centre crops of each chunk of samples in order; a loader process yields those of its share of chunks.
+    """Yields the centre crops of chunks of samples, in order. A loader process only yields its share of the chunks.
 
-    An error is yielded, not raised: PyTorch would wrap it in a traceback of the loader process."""
+    An error is yielded, not raised, because PyTorch would wrap a raised one in a traceback of the loader process."""
 
     index: Index
     chunks: list[NDArray[np.int64]]
@@ -113,8 +113,8 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
             yield e
 
     def _begin(self, pool: ThreadPoolExecutor, fetcher: Fetcher, chunk: NDArray[np.int64]) -> "_Batch":
-        """Request the blocks of a batch, and return the batch. The threads of the pool decode its images later."""
-        with torch.inference_mode(False):  # the pool's threads write to the tensor outside inference mode
+        """Request the bytes of a batch and return the batch. Threads of the `pool` decode its images later."""
+        with torch.inference_mode(False):  # else the pool's threads, not in inference mode, could not write to it
             batch = _Batch(chunk, pixel_buffer(len(chunk), planes(self.index.channels), self.size, self.size), [])
         row = 0
         for block, samples in self._blocks(fetcher, chunk):
@@ -125,9 +125,9 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         return batch
 
     def _blocks(self, fetcher: Fetcher, chunk: NDArray[np.int64]) -> list[tuple[Block, NDArray[np.int64]]]:
-        """Request the bytes of the samples `chunk` (b,), ascending, and return blocks, each with its samples (n,).
+        """Request the bytes of the samples `chunk` (b,), which ascend. Return blocks, each with the samples (n,) in it.
 
-        Samples of different blocks of the index, or more than GAP bytes apart, are requested separately."""
+        Samples in different blocks of the index, or more than GAP bytes apart, are requested separately."""
         starts, out = self.index.starts, []
         number = np.searchsorted(starts, chunk, "right") - 1  # index of each sample's block
         for samples in np.split(chunk, np.flatnonzero(np.diff(number)) + 1):
@@ -138,7 +138,7 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
         return out
 
     def _decode(self, block: Block, samples: NDArray[np.int64], out: Tensor) -> list[bool]:
-        """Write the centre crops of n samples into `out` (n, 3, S, S), and return for each whether it decodes."""
+        """Write the centre crops of n samples into `out` (n, 3, S, S), and return whether each sample decodes."""
         good = []
         for sample, pixels in zip(samples.tolist(), out, strict=True):
             try:
@@ -152,11 +152,11 @@ class _CentreCrops(IterableDataset[Crops | UserError | Outage]):
 
 
 class _Batch(NamedTuple):
-    """A batch that is being read: its samples (b,), their crops (b, 3, S, S), and for each whether it decodes."""
+    """A batch that is being read: its samples (b,), their crops (b, 3, S, S), and whether each of them decodes."""
 
     samples: NDArray[np.int64]
     images: Tensor
-    good: list[Future[list[bool]]]  # for each piece of the batch, which of its images decode
+    good: list[Future[list[bool]]]  # for each piece of PIECE images: whether each image decodes
 
     def result(self) -> Crops:
         good = torch.tensor([ok for piece in self.good for ok in piece.result()], dtype=torch.bool)

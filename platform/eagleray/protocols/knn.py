@@ -1,9 +1,9 @@
 """Classify frozen features by the weighted votes of their k nearest neighbours: Wu et al. 2018 (InstDisc),
 arXiv:1805.01978, with the settings of DINO's protocol.
 
-Each rank searches among its own training features, and the neighbours that all ranks found are merged. The matrix
-products have the same shapes on any number of ranks, and equal similarities are ordered by the position of the training
-feature, so that any number of ranks finds the same neighbours, to the last bit."""
+Each rank searches its own training features, and then the neighbours found by all ranks are merged. The neighbours are
+the same on any number of ranks, to the last bit: all matrix products have the same shapes, and equal similarities are
+ordered by the position of the training feature."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +18,9 @@ from eagleray.protocols.settings import Evaluate
 
 CHUNK = 1024  # test images compared at a time
 TILE = 4096  # training images with which a chunk is compared at a time
-VOTERS = 256  # test images whose votes for all classes are in memory at a time
-LARGEST = 64.0  # largest exponent of a weight, as float32 overflows above 88 and k weights are added
-NOTHING = torch.iinfo(torch.int64).min  # key that stands for no feature, below all other keys
+VOTERS = 256  # test images whose votes for all classes are computed at a time, to save memory
+LARGEST = 64.0  # largest exponent of a weight: float32 overflows above e^88, and k weights are added
+NOTHING = torch.iinfo(torch.int64).min  # key that stands for no feature; it is smaller than any real key
 LOW = 2**32 - 1  # mask of the bits of a key that hold the position
 
 
@@ -32,9 +32,9 @@ def knn(
     ks: Sequence[int] = (),
     temperature: float = Evaluate.temperature,
 ) -> dict[str, float]:
-    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 for each number of neighbours in `ks`.
+    """Measure top-1 and top-5 accuracy in percent with k neighbours, and top-1 also for each k in `ks`.
 
-    The features are those of this rank. Called by all ranks together."""
+    `train` and `test` are the features of this rank. Called by all ranks together."""
     accuracy = accuracies(train, test, ks=sorted({k, *ks}), temperature=temperature)
     return {"knn/top1": accuracy[k][0], "knn/top5": accuracy[k][1]} | {f"knn/top1_k{n}": accuracy[n][0] for n in ks}
 
@@ -42,7 +42,7 @@ def knn(
 def accuracies(
     train: LabelledFeatures, test: LabelledFeatures, *, ks: Sequence[int], temperature: float
 ) -> dict[int, tuple[float, float]]:
-    """Return top-1 and top-5 accuracy in percent for each number of neighbours in `ks`, from a single search.
+    """Return top-1 and top-5 accuracy in percent by number of neighbours, for each in `ks`, from a single search.
 
     Called by all ranks together."""
     classes, bank, tests = count_classes(train.y, test.y), Bank(train), Shard.of(len(test.x))
@@ -60,25 +60,25 @@ def accuracies(
 
 
 class Bank:
-    """The training features of this rank, which are searched for neighbours.
+    """The training features of this rank, among which neighbours are searched.
 
-    A neighbour is represented by a key of 64 bits: the similarity in the upper half, and in the lower half the position
-    among the features of all ranks, counted down. Keys are all different, and a larger key is a nearer neighbour."""
+    A neighbour is represented by a key of 64 bits. The upper half is its similarity. The lower half is its position
+    among the features of all ranks, counted down. So all keys differ, and a larger key is a nearer neighbour."""
 
     def __init__(self, train: LabelledFeatures) -> None:
-        """Called by all ranks together."""
+        """`train` are the features of this rank. Called by all ranks together."""
         self.x, self.y, self.shard = *train, Shard.of(len(train.x))
         self.tile = min(TILE, -(-self.shard.total // 64) * 64)
         parts = [part.float().norm(dim=1, keepdim=True) for part in self.x.split(TILE)]
         self.norms = torch.cat(parts).clamp_min(1e-12)  # the smallest norm that F.normalize divides by
 
     def nearest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the keys (n, k) of this rank's k features nearest to each of the unit queries x (n, D), in any order,
-        and the labels (n, k) of these features."""
+        """Return the keys (n, k) and labels (n, k) of this rank's k features nearest to each unit query x (n, D). The k
+        features are in any order."""
         keys = torch.full((len(x), k), NOTHING, device=x.device)
         tile = x.new_empty(self.tile, x.shape[1])
-        # Tiles begin at multiples of their size in the table of all ranks. The rows of a tile that other ranks have are
-        # zero here: with fewer rows, a matrix product may round differently.
+        # Tiles begin at multiples of their size in the table of all ranks. Rows of other ranks are filled with zeros,
+        # because a matrix product with fewer rows may round differently.
         for first in range(self.shard.first // self.tile * self.tile, self.shard.last, self.tile):
             begin, end = max(first, self.shard.first), min(first + self.tile, self.shard.last)
             mine = slice(begin - self.shard.first, end - self.shard.first)
@@ -96,9 +96,9 @@ class Bank:
 
 
 def make_keys(similarity: Tensor, first: int) -> Tensor:
-    """Return the keys (n, m) of m features, whose positions begin at `first`, from their similarities (n, m)."""
+    """Return the keys (n, m) of m features from their similarities (n, m). `first` is the first feature's position."""
     bits = similarity.view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the similarities do
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that have the order of the similarities
     positions = torch.arange(first, first + similarity.shape[1], device=similarity.device)
     return bits.long().bitwise_left_shift_(32).bitwise_or_(LOW - positions)
 
@@ -110,9 +110,8 @@ def cosines(keys: Tensor) -> Tensor:
 
 
 def merge(keys: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys (n, k) of the nearest features of all ranks, nearest first, and their labels.
-
-    `keys` and `labels` (n, k) are those of this rank."""
+    """Return the keys (n, k) and labels (n, k) of the nearest features of all ranks, nearest first, from those of this
+    rank."""
     n, k = keys.shape
     if dist.size() > 1:
         parts = dist.gather_together([keys, labels], [n] * dist.size())  # (ranks * n, k)
@@ -124,13 +123,13 @@ def merge(keys: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def count_hits(
     cosine: Tensor, labels: Tensor, truth: Tensor, *, classes: int, ks: Sequence[int], temperature: float
 ) -> Tensor:
-    """Return how many of n images are classified right by one guess and by five, for each k in `ks`: (len(ks), 2).
+    """Return for how many of n images the true class gets the most votes, or is among the first five: (len(ks), 2).
 
-    `cosine` and `labels` (n, k) are of the neighbours, nearest first; `truth` (n,) are the images' classes."""
+    `cosine` and `labels` (n, k) are those of the neighbours, nearest first; `truth` (n,) are the true classes."""
     counts = []
     for k in ks:
         votes = class_votes(cosine[:, :k], labels[:, :k], classes=classes, temperature=temperature)
-        # As in DINO's code, top-5 is top-k if k is below 5. Classes without a vote come last, in ascending order.
+        # As in DINO's code, top-5 is top-k for k below 5. Classes without votes come last, in ascending order.
         top = votes.sort(dim=1, descending=True, stable=True).indices[:, : min(5, k)]
         right = top == truth.unsqueeze(1)
         counts += [right[:, :1].any(1).sum(), right.any(1).sum()]
@@ -140,19 +139,19 @@ def count_hits(
 def vote(cosine: Tensor, labels: Tensor, *, classes: int, k: int, temperature: float) -> Tensor:
     """Return the votes (n, C) of the k nearest neighbours of n queries.
 
-    `cosine` (n, m) is the similarity of the queries to m training features, whose classes are `labels` (m,). Each of
-    the k nearest adds exp(cosine / temperature) to the votes of its class."""
+    `cosine` (n, m) are the queries' similarities to m training features, whose classes are `labels` (m,). Each
+    neighbour adds exp(cosine / temperature) to the votes of its class."""
     near = cosine.topk(min(k, len(labels)), dim=1)
     return class_votes(near.values, labels[near.indices], classes=classes, temperature=temperature)
 
 
 def class_votes(cosine: Tensor, labels: Tensor, *, classes: int, temperature: float) -> Tensor:
-    """Sum the weights exp(cosine / temperature) of k neighbours by class.
+    """Return the votes (n, C): the sum of the weights exp(cosine / temperature) of each query's k neighbours, by class.
 
-    The cosines and labels of the neighbours of n queries are (n, k), and the sums are (n, C). If the largest weight of
-    a query would exceed e^64, all weights of the query are divided by the same number."""
+    `cosine` and `labels` (n, k) are those of the neighbours. If a query's largest weight would exceed e^64, all its
+    weights are divided by the same number."""
     exponents = cosine / temperature
-    # Below a temperature of 0.0113 the largest weights would be infinite, so that classes tie.
+    # Below a temperature of 0.0113 the largest weights would be infinite, and their classes would tie.
     exponents -= (exponents.amax(1, keepdim=True) - LARGEST).clamp_min(0)
     votes = torch.zeros(len(cosine), classes, device=cosine.device)
     return votes.scatter_add_(1, labels, exponents.exp())

@@ -1,8 +1,8 @@
 """Train a linear classifier on frozen features with SGD, momentum 0.9, no weight decay and a cosine schedule, as in
 MoCo v3, DINO, EsViT and SelfPatch.
 
-The features are extracted once, without augmentation. Classifiers with all learning rates of the sweep train side by
-side in one pass. A held-out tenth of the training set picks one of them, so the test set picks nothing.
+The features are extracted once, without augmentation. The sweep trains a classifier for each learning rate, all in one
+pass over the data. The best is picked on a held-out tenth of the training set, so that the test set picks nothing.
 
 Each rank holds a shard of the features. All ranks take the same batches; each computes the gradient of the rows that it
 holds, and these gradients are summed."""
@@ -21,7 +21,7 @@ from eagleray.base.errors import UserError
 from eagleray.protocols.features import LabelledFeatures, Shard, count_classes
 from eagleray.protocols.settings import BATCH, EPOCHS, RATES
 
-CLASSIFIED = 1024  # rows that are classified at a time
+CLASSIFIED = 1024  # number of rows that are classified at a time, to save memory
 
 
 def linear(
@@ -36,37 +36,37 @@ def linear(
 ) -> dict[str, float]:
     """Measure the top-1 accuracy in percent after the last epoch, and the highest test accuracy of any epoch.
 
-    The scripts of the papers print the latter. The features are those of this rank. With `scaled`, they are centred and
-    divided by a single number. Called by all ranks together."""
+    The papers' scripts print the latter. `train` and `test` are the features of this rank. With `scaled`, features are
+    centred and divided by the mean of their standard deviations. Called by all ranks together."""
     split = Split.of(train, test, scaled=scaled, seed=seed)
     by_epoch = []
     for weight, bias in split.fits(epochs=epochs, batch=batch, rates=rates):
         by_epoch.append(split.test.accuracy(weight, bias))
     best_rate = int(split.validation.accuracy(weight, bias).argmax())
-    curve = torch.stack(by_epoch)[:, best_rate]  # (epochs,)
+    curve = torch.stack(by_epoch)[:, best_rate]  # (epochs,) test accuracy of the picked rate
     numbers = {"top1": float(curve[-1]), "best": float(curve.max()), "best_epoch": int(curve.argmax()) + 1}
     return {f"linear/{name}": value for name, value in (numbers | {"lr": rates[best_rate]}).items()}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a table of features that is divided among ranks; they are copied and scaled when they are used.
+    """Selected rows of a table of features that is divided among ranks. They are copied and scaled when they are used.
 
     `rows` are their indices in the table of all ranks."""
 
     features: LabelledFeatures
     shard: Shard
     rows: Tensor
-    mean: Tensor | None  # (D,); None: not scaled
-    scale: Tensor | None  # scalar: the mean of the channels' standard deviations
+    mean: Tensor | None  # (D,) mean of the features; None: they are not scaled
+    scale: Tensor | None  # scalar: mean of the standard deviations of the D channels
 
     @property
     def total(self) -> int:
-        """The number of rows on all ranks."""
+        """The number of selected rows on all ranks."""
         return len(self.rows)
 
     def select(self, at: Tensor) -> LabelledFeatures:
-        """Return the features at the positions `at` of `rows` that are on this rank."""
+        """Return the features of the rows `rows[at]`, as far as this rank holds them."""
         mine = self.shard.own(self.rows[at])
         x = self.features.x[mine].float()
         if self.mean is not None and self.scale is not None:
@@ -74,7 +74,8 @@ class Rows:
         return LabelledFeatures(x, self.features.y[mine])
 
     def accuracy(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return the top-1 accuracy in percent (R,) of R classifiers, `weight` (R, D, C). Called by all ranks."""
+        """Return the top-1 accuracy in percent (R,) of R classifiers `weight` (R, D, C). Called by all ranks
+        together."""
         hits = torch.zeros(len(weight), device=weight.device)
         for at in torch.arange(self.total).split(CLASSIFIED):
             x, y = self.select(at)
@@ -84,7 +85,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Split:
-    """The features that train the classifiers, those that pick the learning rate, and those of the test set."""
+    """Three sets of features: to train the classifiers, to pick the learning rate (`validation`), and to test."""
 
     train: Rows
     validation: Rows
@@ -94,7 +95,7 @@ class Split:
 
     @classmethod
     def of(cls, train: LabelledFeatures, test: LabelledFeatures, *, scaled: bool, seed: int) -> "Split":
-        """Hold out a random tenth of the training set, one image at least. Called by all ranks together.
+        """Hold out a random tenth of the training set, at least one image. Called by all ranks together.
 
         Raises UserError when there is no image left to train on."""
         generator = torch.Generator().manual_seed(seed)
@@ -103,7 +104,7 @@ class Split:
             raise UserError(f"linear: {shard.total} training image(s); expected two or more, as one picks the rate")
         order = torch.randperm(shard.total, generator=generator)
         held_out, rest = order.tensor_split([max(len(order) // 10, 1)])
-        # One scale for all channels, so that a learning rate means the same for every backbone.
+        # All channels have the same scale, so that a learning rate means the same for every backbone.
         mean, scale = moments(train.x, shard) if scaled else (None, None)
         return cls(
             Rows(train, shard, rest, mean, scale),
@@ -114,15 +115,14 @@ class Split:
         )
 
     def fits(self, *, epochs: int, batch: int, rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Train the classifiers; see `fit`."""
+        """Train the classifiers on `train`, and yield what `fit` yields."""
         return fit(self.train, classes=self.classes, epochs=epochs, batch=batch, rates=rates, generator=self.generator)
 
 
 def moments(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return the mean (D,) of the features of all ranks, and the mean of the D channels' standard deviations.
+    """Return the mean (D,) of the features of all ranks, and the mean of the standard deviations of their D channels.
 
-    `x` are the features of this rank. Ranks add their sums in float64; a single rank computes in float32 if `x` is in
-    float32."""
+    `x` are this rank's features. Several ranks sum in float64; a single rank computes in float32 if `x` is float32."""
     if dist.size() == 1 and x.dtype == torch.float32:
         return x.mean(0), x.std(0).mean()
     parts = x.split(CLASSIFIED)
@@ -141,7 +141,7 @@ def fit(
     rates: Sequence[float],
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Train R classifiers of features (N, D), one for each learning rate. The ranks add their gradients.
+    """Train R classifiers of features (N, D), one for each learning rate. The gradients of all ranks are summed.
 
     Yields the weights (R, D, C) and biases (R, 1, C) of the classifiers after each epoch. The next epoch changes these
     tensors in place."""
@@ -162,7 +162,7 @@ def fit(
     for epoch in range(epochs):
         lr = rate * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
         for step, at in enumerate(torch.randperm(train.total, generator=generator).split(batch)):
-            # In the first step, all ranks stop if one fails, because this step shows whether the memory suffices.
+            # The first step shows whether the memory suffices, so all ranks check it and stop if one of them fails.
             grads = gradients(at) if epoch or step else dist.together(partial(gradients, at))
             for m, grad in zip(momenta, grads, strict=True):
                 m.mul_(0.9).add_(dist.total(grad))

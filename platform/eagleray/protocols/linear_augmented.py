@@ -1,8 +1,8 @@
 """Train a linear classifier on a frozen backbone's features of random crops, as MoCo v3, DINO, EsViT and SelfPatch do.
 
-It is trained by SGD, with momentum 0.9, no weight decay and a cosine schedule by epochs, on all labels. Every step
-sends images through the backbone, which is in evaluation mode. The test images are not cropped at random, so their
-features are computed once. In shapes, B is the number of images, D of features, C of classes and H of classifiers."""
+It is trained on all labels by SGD with momentum 0.9, no weight decay and a cosine schedule by epochs. Every step sends
+images through the backbone, which is in evaluation mode. The test images are not cropped at random, so their features
+are computed once. B is the number of images, D of features, C of classes and H of classifiers."""
 
 import math
 from collections.abc import Callable
@@ -36,17 +36,18 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import ONE_IN, ProbeSets
 from eagleray.protocols.protocol import Workspace
 
-HELD_OUT = 50_000  # most held-out images that pick the learning rate
+HELD_OUT = 50_000  # largest number of held-out images on which the learning rate is picked
 
 
 @in_eval_mode
 def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmented, workspace: Workspace) -> Outcome:
-    """Measure top-1 and top-5 accuracy in percent after the last epoch and after the epoch with the highest top-1.
+    """Measure top-1 and top-5 accuracy in percent after the last epoch, and after the epoch with the highest top-1
+    accuracy.
 
-    The papers' scripts print the latter, which the test set chooses. With several learning rates, a tenth of the
-    training images picks one, as `Classifiers` describes. A call with the same arguments continues a stopped training
-    from its checkpoint in the workspace. Called by all ranks together, which share the images. Raises UserError when a
-    setting or the data are wrong, or the backbone does not fit them."""
+    The papers' scripts print the latter, whose epoch the test set chooses. With several learning rates, a tenth of the
+    training images picks one, see `Classifiers`. A call with the same arguments continues a stopped training from its
+    checkpoint in the workspace. Called by all ranks together, which share the images. Raises UserError when a setting,
+    the data or the backbone do not fit."""
     seed, batch, epochs, rates = settings.seed, settings.batch, settings.epochs, settings.rates
     size, resize, features, note = settings.size, settings.resize, settings.features, workspace.note
     sets, device = choose(sets, settings.labels, seed), next(backbone.parameters()).device
@@ -91,19 +92,19 @@ def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmen
 
 
 def summary(curve: Tensor) -> dict[str, float]:
-    """Return the numbers of a classifier from its top-1 and top-5 accuracy after every epoch, (epochs, 2)."""
+    """Return a classifier's results by name. `curve` (epochs, 2) is its top-1 and top-5 accuracy after each epoch."""
     best = int(curve[:, 0].argmax())
     pairs = {"top1": curve[-1, 0], "top5": curve[-1, 1], "best": curve[best, 0], "best_top5": curve[best, 1]}
     return {name: float(value) for name, value in pairs.items()} | {"best_epoch": best + 1}
 
 
 class Classifiers(Trainee):
-    """Linear classifiers of all learning rates, trained side by side.
+    """Linear classifiers for all learning rates, trained side by side as one layer.
 
-    With SGD, a loss multiplied by s moves the weights as far as a learning rate multiplied by s. So the classifiers are
-    one layer, whose loss is the sum of all classifiers' losses, each times its rate. With several rates, each has a
-    second classifier that learns nothing from the held-out images. The rate whose second classifier is best on these is
-    picked, and its first classifier, trained on all labels, is the result. So the test set picks nothing, and every
+    With SGD, multiplying a loss by s has the same effect as multiplying the learning rate by s. So the loss of the
+    layer is the sum of its classifiers' losses, each times its rate. With several rates, each rate has a second
+    classifier, which does not learn from the held-out images. The rate whose second classifier is best on these images
+    is picked, and its first classifier, trained on all labels, is the result. So the test set picks nothing, and every
     label is used."""
 
     def __init__(
@@ -117,19 +118,19 @@ class Classifiers(Trainee):
         held_out: Tensor | None,
         seed: int,
     ) -> None:
-        """`read` returns the features (B, D) of images, `test` are this rank's test features, `classes` (C,) the
-        labels, and `held_out` (N,) is true for the images of the index that pick the rate."""
+        """`read` returns the features (B, D) of images. `test` are this rank's test features. `classes` (C,) are the
+        labels. `held_out` (N,) is true for the images of the index that pick the rate; None: one rate."""
         super().__init__()
         self.read, self.test, self.classes, self.held_out = read, test, classes, held_out
         shares = torch.tensor(rates, dtype=torch.float64, device=classes.device) / sum(rates)
-        self.shares = shares.float().repeat(1 if held_out is None else 2)  # (H,)
+        self.shares = shares.float().repeat(1 if held_out is None else 2)  # (H,) weight of each classifier's loss
         self.head = nn.Linear(test.x.shape[1], len(self.shares) * len(classes))
         generator = torch.Generator().manual_seed(seed)
         weight = 0.01 * torch.randn(len(classes), test.x.shape[1], generator=generator)
         self.head.weight.data = weight.repeat(len(self.shares), 1)
         self.head.bias.data.zero_()
-        # Test accuracies in percent after each epoch, top-1 and top-5 of each rate. They are a parameter, so that
-        # checkpoints keep them.
+        # Top-1 and top-5 test accuracy in percent of each rate after each epoch. This is a parameter, so that
+        # checkpoints store it.
         self.curve = nn.Parameter(torch.zeros(epochs, len(rates), 2), requires_grad=False)
 
     def scores(self, x: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class Classifiers(Trainee):
             return self.head(x.float()).unflatten(1, (len(self.shares), -1))  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the mean of the classifiers' losses, weighted by their rates."""
+        """Return the sum of the classifiers' mean losses over the batch, each times its share of all rates."""
         [images] = batch.views
         z = self.scores(self.read(images))
         y = torch.searchsorted(self.classes, batch.label)
@@ -151,7 +152,7 @@ class Classifiers(Trainee):
 
     @torch.no_grad()
     def after_step(self, at: Progress) -> None:
-        """Measure the classifiers after the last step of an epoch."""
+        """After the last step of an epoch, measure the test accuracies of the classifiers."""
         if (at.step + 1) % at.steps_per_epoch == 0:
             self.curve[int(at.epoch)] = top_accuracies(self.scores, self.test, len(self.shares))[: self.curve.shape[1]]
 
@@ -163,12 +164,12 @@ class Classifiers(Trainee):
 
 @torch.no_grad()
 def crop_features(backbone: Backbone, kind: str, images: Tensor) -> Tensor:
-    """Return the features (B, D) of images (B, 3, S, S), computed for a few images at a time to save memory."""
+    """Return the features (B, D) of images (B, 3, S, S). Few images are processed at a time, to save memory."""
     return torch.cat([read_kinds(backbone, part, [kind])[kind] for part in images.split(BATCH)])
 
 
 def mask(samples: NDArray[np.int64], total: int, device: torch.device) -> Tensor:
-    """Return a mask (total,) that is true for `samples`, indices below `total`."""
+    """Return a mask (total,) that is true at the indices `samples`."""
     out = torch.zeros(total, dtype=torch.bool)
     out[torch.from_numpy(samples)] = True
     return out.to(device)

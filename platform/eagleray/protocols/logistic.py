@@ -22,23 +22,23 @@ from eagleray.protocols.classification_scores import Array
 from eagleray.protocols.features import LabelledFeatures, Shard
 from eagleray.protocols.outcome import Outcome
 
-STEPS, PER_DECADE, LOWEST = 96, 8, -6  # 96 steps of lambda, 8 per decade, from 10^-6 to 10^6
-COARSE = 2 * PER_DECADE  # steps between the seven values that are tried first
+STEPS, PER_DECADE, LOWEST = 96, 8, -6  # lambda is 10^-6 to 10^6, in 96 steps of an eighth of a decade
+COARSE = 2 * PER_DECADE  # steps between the seven values of lambda that are tried first
 ITERATIONS = 1000
-ONE_IN = 5  # one training sample in five of each class is held out if there is no validation set
+ONE_IN = 5  # without a validation set, one in five training samples of each class is held out
 
 
 def strength(step: int) -> float:
-    """Return the value of lambda for a step of the search, from 0 to 96. The values are spaced logarithmically."""
+    """Return the lambda of a step of the search, from 0 to 96. The values are spaced logarithmically."""
     return float(10 ** (LOWEST + step / PER_DECADE))
 
 
 def search(score: Callable[[int], tuple[float, ...]]) -> int:
-    """Find the step with the highest score without computing the scores of all steps.
+    """Return the step of lambda with the highest score, without computing the scores of all steps.
 
-    Seven steps that are two decades of lambda apart are scored first. Then the two neighbours of the best step are
-    scored at half that distance, and so on down to an eighth of a decade. If the scores have a single peak, the result
-    is the best of all steps. Among equal scores the first computed wins."""
+    Seven steps, two decades of lambda apart, are scored first. Then the two neighbours of the best step at half that
+    distance are scored, and so on down to an eighth of a decade. If the scores have a single peak, the result is the
+    best of all steps. Of equal scores, the one computed first wins."""
     scores = {step: score(step) for step in range(0, STEPS + 1, COARSE)}
     distance = COARSE
     while distance > 1:
@@ -52,7 +52,7 @@ def search(score: Callable[[int], tuple[float, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The samples of this rank to which classifiers are fitted: features (n, D) with labels.
+    """The samples of this rank to which classifiers are fitted: features x (n, D) with labels y.
 
     The labels are classes (n,) for one classifier of all classes, or marks (n, C) for a binary classifier of each
     class. A mark is 1 with the class, 0 without it and -1 if the sample does not count for this class."""
@@ -60,7 +60,7 @@ class Problem:
     x: Array
     y: Array
     classes: int
-    device: torch.device = devices.CPU  # device for sums over ranks
+    device: torch.device = devices.CPU  # device on which numbers are summed over ranks
 
     @property
     def total(self) -> int:
@@ -68,7 +68,7 @@ class Problem:
         return sum(dist.gather_objects(len(self.x)))
 
     def select(self, rows: Array) -> "Problem":
-        """Return the samples in these rows."""
+        """Return a problem with only these rows of the samples."""
         return replace(self, x=self.x[rows], y=self.y[rows])
 
     def join(self, other: "Problem") -> "Problem":
@@ -78,7 +78,7 @@ class Problem:
     def fit(self, strength: float) -> "LogisticModel":
         """Fit the classifiers with the L2 strength lambda = `strength`.
 
-        Raises UserError when all samples have the class of a binary classifier, or none has it."""
+        Raises UserError when a binary classifier has no sample with its class, or none without it."""
         if self.y.ndim == 1:
             return LogisticModel(self.classes, [_fit(self.x, self.y, strength, self.device)])
         marks = [set().union(*seen) for seen in zip(*dist.gather_objects([set(m) for m in self.y.T]), strict=True)]
@@ -97,7 +97,7 @@ class LogisticModel:
 
     @property
     def iterations(self) -> int:
-        """The largest number of iterations of a fit."""
+        """The number of iterations of the fit that took the most."""
         return max(int(m.n_iter_.max()) for m in self.models)
 
     def scores(self, x: Array) -> Array:
@@ -106,14 +106,14 @@ class LogisticModel:
             return np.stack([_decide(m, x) for m in self.models], 1)
         [model] = self.models
         z = _decide(model, x)
-        z = np.stack([np.zeros_like(z), z], 1) if z.ndim == 1 else z  # for two classes scikit-learn returns log-odds
+        z = np.stack([np.zeros_like(z), z], 1) if z.ndim == 1 else z  # for two classes, z are log-odds (n,)
         out = np.full((len(x), self.classes), -np.inf)
         out[:, model.classes_] = z - np.logaddexp.reduce(z, axis=1, keepdims=True)
         return out
 
 
 def _decide(model: LogisticRegression, x: Array) -> Array:
-    """Return the values of scikit-learn's decision function; an empty array on a rank without samples."""
+    """Return the values of scikit-learn's decision function; if this rank has no samples, an empty array."""
     if len(x):
         return model.decision_function(x)  # type: ignore[no-any-return]
     return np.zeros(0 if len(model.coef_) == 1 else (0, len(model.coef_)))
@@ -122,7 +122,7 @@ def _decide(model: LogisticRegression, x: Array) -> Array:
 def _fit(x: Array, y: Array, strength: float, device: torch.device) -> LogisticRegression:
     if dist.size() > 1:
         return logistic_shards.fit(x, y, strength, ITERATIONS, device)
-    with warnings.catch_warnings():  # a fit ends after ITERATIONS even if it has not converged, as published
+    with warnings.catch_warnings():  # as in the papers, a fit may end after ITERATIONS without having converged
         warnings.simplefilter("ignore", ConvergenceWarning)
         return LogisticRegression(C=1 / strength, max_iter=ITERATIONS).fit(x, y)
 
@@ -145,9 +145,9 @@ def logistic(
     settings: Logistic = Logistic(),
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Measure `metric` in percent on images that have one class each.
+    """Measure `settings.metric` in percent on images that have one class each.
 
-    The labels may be any numbers. A fifth of the training images of each class is held out to pick lambda."""
+    Labels may be any integers. A fifth of the training images of each class is held out to pick lambda."""
     return probe(train, None, test, metric=settings.metric, seed=settings.seed, note=note)
 
 
@@ -160,12 +160,12 @@ def probe(
     seed: int,
     note: Callable[[str], None],
 ) -> Outcome:
-    """Pick lambda on the validation set, and measure `metric` in percent on the test set.
+    """Pick the lambda with the least loss on the validation set, and measure `metric` in percent on the test set.
 
-    The lambda with the least loss on the validation set is picked. The classifier that is tested is fitted to the
-    training and validation sets together. If there is no validation set, a fifth of each class of the training set is
-    held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and -1. On several ranks, the sets are those of
-    this rank, and all return the same outcome. Raises UserError when the labels of the sets do not match."""
+    The classifier that is tested is fitted to the training and validation sets together. Without a validation set, a
+    fifth of each class of the training set is held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and
+    -1. On several ranks, the arguments are the sets of this rank, and all ranks return the same outcome. Raises
+    UserError when the labels of the sets do not match."""
     training, given, final = _problems(train, val, test, marks=metric == "map11")
     step, images = _pick(training, given, metric, seed, note)
     model = (training.join(given) if given else training).fit(strength(step))
@@ -183,9 +183,9 @@ def probe(
 def _pick(
     training: Problem, given: Problem | None, metric: str, seed: int, note: Callable[[str], None]
 ) -> tuple[int, tuple[int, int]]:
-    """Return the step of lambda that is best on the validation set, and the numbers of images to fit and to validate.
+    """Return the step of the best lambda on the validation set, and the numbers of images to fit to and to validate on.
 
-    Without a `given` validation set, the two sets are copies of parts of `training`, freed when this returns."""
+    Without a `given` validation set, `training` is split for the search; the copies are freed when this returns."""
     fitting, validation = (training, given) if given else hold_out(training, seed)
 
     def score(step: int) -> tuple[float, float]:
@@ -208,7 +208,7 @@ def validation_score(fitting: Problem, validation: Problem, step: int, metric: s
 def _problems(
     train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, *, marks: bool
 ) -> tuple[Problem, Problem | None, Problem]:
-    """Return three sets of samples: those to train on, those to pick lambda if they are given, and those to test.
+    """Return the samples to train on, those to pick lambda on (None without `val`), and those to test on.
 
     Raises UserError when the labels of the sets do not match."""
     x, x_test = (s.x.float().cpu().numpy() for s in (train, test))  # NumPy has no bfloat16
@@ -233,7 +233,7 @@ def _problems(
 
 
 def hold_out(training: Problem, seed: int) -> tuple[Problem, Problem]:
-    """Return the training samples in two parts: those to fit while lambda is searched, and those to pick it.
+    """Split the training samples in two: those to fit to while lambda is searched, and those on which it is picked.
 
     Raises UserError when no class has enough images for both."""
     y = training.y
@@ -246,9 +246,8 @@ def hold_out(training: Problem, seed: int) -> tuple[Problem, Problem]:
 
 
 def validation_rows(y: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
-    """Return a mask (n,) of the held-out samples: every fifth sample of each class, in a random order.
-
-    `y` (n,) are the classes of the samples."""
+    """Return a mask (n,) of the samples to hold out: one in five of each class, at random. `y` (n,) are their
+    classes."""
     order = np.random.default_rng(seed).permutation(len(y))
     held_out = np.zeros(len(y), bool)
     for c in np.unique(y):

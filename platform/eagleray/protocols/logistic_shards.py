@@ -1,8 +1,8 @@
 """Fit and score logistic regression on features that are divided among ranks, as scikit-learn does in one process.
 
 The objective is scikit-learn's: the mean of the cross-entropies of all N samples + lambda / 2 / N * |W|^2. SciPy's
-L-BFGS minimises it from zero, with scikit-learn's limits. Each rank adds the losses and gradients of its own samples;
-all ranks then take the same steps. There are D features and C classes."""
+L-BFGS minimises it from W = 0, with scikit-learn's limits. Losses and gradients are summed over ranks, so that all
+ranks take the same steps. There are D features and C classes."""
 
 import numpy as np
 import torch
@@ -14,19 +14,19 @@ from sklearn.linear_model import LogisticRegression
 from eagleray.base import dist
 from eagleray.protocols.classification_scores import METRICS, Array
 
-ROWS = 8192  # samples whose features are converted to float64 at a time
-TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's limits for a gradient's elements and a line search's steps
+ROWS = 8192  # number of samples whose features are converted to float64 at a time
+TOLERANCE, SEARCHES = 1e-4, 50  # scikit-learn's: largest gradient at the end, most steps of a line search
 
 
 def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.device) -> LogisticRegression:
-    """Fit a classifier with the L2 strength lambda = `strength` to the features x (n, D) and classes y (n,) of all
-    ranks. Sums over ranks are taken on `device`. Called by all ranks together."""
+    """Fit a classifier with the L2 strength lambda = `strength` to the features of all ranks; x (n, D) and the classes
+    y (n,) are those of this rank. Sums over ranks are taken on `device`. Called by all ranks together."""
     counts = total(np.bincount(y, minlength=1 + most(y)).astype(np.float64), device)
     classes, samples = np.flatnonzero(counts), float(counts.sum())
-    target, rows = np.searchsorted(classes, y), 1 if len(classes) == 2 else len(classes)  # log-odds for two classes
+    target, rows = np.searchsorted(classes, y), 1 if len(classes) == 2 else len(classes)  # one row for two: log-odds
 
     def objective(flat: Array) -> tuple[float, Array]:
-        """Return the value and the gradient for weights and biases (rows, D + 1), flattened."""
+        """Return the objective and its gradient for flattened weights and biases (rows, D + 1)."""
         weights = flat.reshape(rows, -1)
         sums = np.zeros(1 + flat.size)
         for first in range(0, len(x), ROWS):
@@ -49,7 +49,7 @@ def fit(x: Array, y: Array, strength: float, iterations: int, device: torch.devi
 
 
 def _losses(z: Array, y: Array) -> tuple[float, Array]:
-    """Return the sum of the cross-entropies of scores z (n, C), or log-odds z (n, 1), and its gradient by z."""
+    """Return the summed cross-entropy of scores z (n, C), or log-odds z (n, 1), and its gradient with respect to z."""
     if z.shape[1] == 1:
         sign = np.where(y == 1, 1.0, -1.0)[:, None]
         return float(-log_expit(sign * z).sum()), expit(z) - (y == 1)[:, None]
@@ -60,7 +60,7 @@ def _losses(z: Array, y: Array) -> tuple[float, Array]:
 
 
 def total(x: Array, device: torch.device) -> NDArray[np.float64]:
-    """Sum an array over ranks."""
+    """Return the sum of this array over all ranks."""
     return dist.total(torch.from_numpy(x).to(device)).cpu().numpy()  # type: ignore[no-any-return]
 
 
@@ -75,9 +75,9 @@ def gather(y: Array) -> Array:
 
 
 def metric(name: str, scores: Array, y: Array, device: torch.device) -> float:
-    """Return a metric of METRICS over the samples of all ranks, from the scores (n, C) and labels of this rank.
+    """Return the metric `name` over the samples of all ranks. `scores` (n, C) and labels `y` are those of this rank.
 
-    Accuracies are computed from counts. Other metrics are for small data sets, whose scores are gathered."""
+    Accuracies are computed from counts. For other metrics the scores are gathered, as their data sets are small."""
     if dist.size() == 1 or name not in ("top1", "mean_per_class"):
         return METRICS[name](gather(scores), gather(y)) if dist.size() > 1 else METRICS[name](scores, y)
     right, classes = scores.argmax(1) == y, scores.shape[1]

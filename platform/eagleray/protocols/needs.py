@@ -1,4 +1,4 @@
-"""Describe the data that protocols need: the options of `eagleray evaluate` that name them, and how they are read."""
+"""Describe the data that protocols need: the options of `eagleray evaluate` that name them, and how they are opened."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ D = TypeVar("D")
 
 
 class Source(ABC):
-    """Opens the data that a command names, in the command's own process or on a rank.
+    """Opens the data that the options of a command name, in the command's own process or on a rank.
 
     All methods raise UserError when the data cannot be read, or are not what the protocol needs."""
 
     @abstractmethod
     def labelled(self) -> "ProbeSets":
-        """Open the labelled images to train on and to test on."""
+        """Open the labelled images of --train and those of --test."""
 
     @abstractmethod
     def images(self) -> "Index":
@@ -31,27 +31,27 @@ class Source(ABC):
 
     @abstractmethod
     def folder(self, option: str) -> Path:
-        """Return a local folder with the files of the folder or URL that an option names."""
+        """Return a local folder with the files of the folder or URL that this option names."""
 
     @abstractmethod
     def features(self, need: "Features") -> "FrozenFeatures":
-        """Open labelled images; their features are extracted when they are first read."""
+        """Open labelled images. Their features are extracted when they are first read."""
 
     @abstractmethod
     def suite(self, need: "Suite") -> "SuiteFeatures":
-        """Open the folder of the suite's data sets."""
+        """Open the folder --suite, in which each data set of the suite has a folder."""
 
 
 class Need(ABC, Generic[D]):
-    """A kind of data that protocols need. `D` is the type of the object with which protocols get the data."""
+    """A kind of data that protocols need. `D` is the type of the object through which a protocol reads them."""
 
-    reads: tuple[str, ...] = ()  # names of the options with the data; the first is required
-    words = "no data"  # these options in messages to users
+    reads: tuple[str, ...] = ()  # options that name the data; the first is required
+    words = "no data"  # how messages to users name these options
     photographs = True  # whether the protocol reads or draws the images as red, green and blue
-    extracted = False  # whether these are features, which Ray workers extract even if the protocol runs in one process
+    extracted = False  # whether the data are features, which Ray workers extract even for a protocol in one process
 
     def named(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the given options that name the data. Raises UserError when one is missing."""
+        """Return those of the options `given` that name the data. Raises UserError when the required one is missing."""
         if any(option not in given for option in self.reads[:1]):
             raise UserError(f"needs {self.words}")
         return {option: given[option] for option in self.reads if option in given}
@@ -70,7 +70,7 @@ class Need(ABC, Generic[D]):
 
 
 class Nothing(Need[None]):
-    """No data."""
+    """The need of a protocol that reads no data."""
 
     photographs = False
 
@@ -82,7 +82,7 @@ class Nothing(Need[None]):
 
 
 class Labelled(Need["ProbeSets"]):
-    """Labelled images to train on, and others to test on."""
+    """Labelled images: a set to train on and a set to test on."""
 
     reads = ("train", "test")
     words = "--train URL of labelled shards"
@@ -96,7 +96,7 @@ class Labelled(Need["ProbeSets"]):
 
 
 class Images(Need["Index"]):
-    """Images without regard to labels: those of --test or, without it, of --train."""
+    """Images whose labels are not needed: those of --test or, without it, of --train."""
 
     words = "--train or --test URL"
 
@@ -118,7 +118,7 @@ class Images(Need["Index"]):
 
 
 class Folder(Need[Path]):
-    """A folder of files that an option names."""
+    """A local folder of files, which an option names by path or URL."""
 
     def __init__(self, option: str) -> None:
         self.option, self.reads, self.words = option, (option,), f"--{option} DIR"
@@ -134,24 +134,24 @@ class Folder(Need[Path]):
 
 @dataclass(frozen=True)
 class Extraction:
-    """The settings with which features are extracted."""
+    """The settings with which features are extracted from centre crops."""
 
     kind: str  # type of features, such as pooled
     size: int  # side of the crop, in pixels
-    resize: int  # short side before the crop, in pixels
+    resize: int  # short side of the image before the crop, in pixels
 
     def recorded(self, bank: str) -> dict[str, Any]:
-        """Return the settings of the extraction that a result records; `bank` is the number format of the features."""
+        """Return the settings that a result records about its features. `bank` is the number format of the features."""
         settings = {"features": self.kind, "size": self.size, "resize": self.resize, "crops": "centre"}
         return settings | ({} if bank == "fp32" else {"bank": bank})
 
 
 @dataclass(frozen=True)
 class Features(Extraction, Need["FrozenFeatures"]):
-    """Frozen features of labelled images to train on, and of others to test on."""
+    """Frozen features of labelled images: of a set to train on and a set to test on."""
 
     shared: bool = False  # whether each rank gets a share of the features; otherwise one process gets all, in float32
-    kinds: tuple[str, ...] = ()  # types of features that are extracted in the same forward passes
+    kinds: tuple[str, ...] = ()  # all types to extract in the same forward passes, also for other protocols
 
     reads, words, photographs, extracted = Labelled.reads, Labelled.words, False, True
 
@@ -167,7 +167,7 @@ class Features(Extraction, Need["FrozenFeatures"]):
 
 @dataclass(frozen=True)
 class Suite(Extraction, Need["SuiteFeatures"]):
-    """Frozen features of many data sets, each in a folder of its own."""
+    """Frozen features of the data sets of a suite. Each data set has a folder of its own."""
 
     reads, words, extracted = ("suite",), "--suite ROOT", True
 

@@ -1,4 +1,4 @@
-"""Evaluate a backbone with kNN and a linear probe on labelled images, as a run does during training and at its end."""
+"""Evaluate a backbone with kNN and a linear probe on labelled images. A run does so during training and at its end."""
 
 import json
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from eagleray.protocols.linear import linear
 from eagleray.protocols.settings import Evaluate
 from eagleray.storage import store
 
-RUN_PROTOCOLS = ("knn", "linear")  # protocols that a run measures, which need labels
-RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # numbers of these protocols that a run records
-ONE_IN = 10  # one labelled sample in ten is held out if there is no test set
+RUN_PROTOCOLS = ("knn", "linear")  # protocols that a run measures; both need labels
+RECORDED = ("knn/top1", "knn/top5", "linear/top1", "linear/lr")  # results of these protocols that a run records
+ONE_IN = 10  # without a test set, one in ten labelled samples is held out
 
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """Labelled images to train a classifier on, and others to test it on."""
+    """Labelled images: a set to train a classifier on, and a set to test it on."""
 
     train: Index
     train_samples: NDArray[np.int64]
@@ -42,10 +42,10 @@ class ProbeSets:
 
     @classmethod
     def of(cls, train: Index, test: Index | None, limit: int | None) -> "ProbeSets | None":
-        """Select at most `limit` training images, and the test images; None if the training shards have no labels.
+        """Return at most `limit` training images, and all test images; None if the training shards have no labels.
 
-        Without test shards, a tenth of the labelled training images is held out as the test set. Pretraining used these
-        images, but not their labels."""
+        Without test shards, a tenth of the labelled training images is held out as the test set. Pretraining has seen
+        these images, but not their labels."""
         if not train.labelled:
             return None
         samples = labelled_samples(train)
@@ -89,7 +89,7 @@ class ProbeSets:
             raise UserError(f"--test: the shard {min(both)} is also in --train; expected other images to test on")
 
     def describe(self, settings: Evaluate, protocol: str) -> str:
-        """Describe the settings of a protocol and the number of images in words, for the log."""
+        """Return the settings of a protocol and the numbers of images as text for the log."""
         words = (
             f"k={settings.k}, T={settings.temperature:g}" if protocol == "knn" else f"{settings.probe_epochs} epochs"
         )
@@ -105,9 +105,9 @@ def evaluate(
     precision: Format = "auto",
     reading: Reading = THREADS,
 ) -> dict[str, float]:
-    """Measure kNN and a linear probe, and return the numbers that a run records; empty without labelled images.
+    """Measure kNN and a linear probe, and return the results that a run records; none without labelled images.
 
-    Each rank extracts and keeps a share of the features, once for all protocols, and all return the same numbers."""
+    Each rank extracts the features of a share of the images, once for all protocols. All return the same results."""
     if sets is None or not protocols:
         return {}
     extract = partial(extract_pooled, backbone, size=settings.size, resize=settings.resize, precision=precision)
@@ -128,7 +128,7 @@ def evaluate(
 def renumber(
     train: LabelledFeatures, test: LabelledFeatures, device: torch.device
 ) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Move this rank's sets to a device, and number the classes of all ranks from 0, as labels may be any numbers."""
+    """Move this rank's sets to a device, and replace labels, any integers, by classes that all ranks count from 0."""
     labels = [x for part in dist.gather_objects([train.y.unique(), test.y.unique()]) for x in part]
     classes = torch.cat(labels).unique()
     train, test = (LabelledFeatures(s.x.to(device), torch.searchsorted(classes, s.y).to(device)) for s in (train, test))
@@ -136,11 +136,11 @@ def renumber(
 
 
 def class_names(index: Index) -> dict[int, set[str]]:
-    """Return the names of classes by their numbers, as far as the data have them; several if parts of the data
-    disagree.
+    """Return the names of classes by label: several for a class if parts of the data disagree. Unnamed classes are
+    missing.
 
-    The classes of a folder of images are named by its subfolders, those of shards by their dataset.json, and those of
-    Parquet files by the metadata that the library `datasets` writes into them."""
+    In a folder of images, the names are those of its subfolders. Shards have them in their dataset.json, and Parquet
+    files in the metadata that the library `datasets` writes."""
     known = [_of_images(index, shard) for shard, blob in enumerate(index.shards) if is_folder_blob(blob)]
     of_parquet = [names for shard in range(len(index.shards)) if (names := index.classes(shard)) is not None]
     known += [dict(enumerate(names)) for names in dict.fromkeys(map(tuple, of_parquet))]
@@ -154,9 +154,9 @@ def class_names(index: Index) -> dict[int, set[str]]:
 
 
 def check_class_names(train: Index, test: Index, keys: tuple[str, str] = ("--train", "--test")) -> None:
-    """Check that each number is the same class in the training and the test set, as far as both name their classes.
+    """Check that a label is the same class in the training and the test set, as far as both name their classes.
 
-    `keys` are the options or keys that gave the two sets. Raises UserError when a number has two names, and when the
+    `keys` are the options or recipe keys of the two sets. Raises UserError when a label has two names, and when the
     training set lacks a class of the test set."""
     ours, theirs = class_names(train), class_names(test)
     if lacking := _lacking(train, ours, theirs):
@@ -171,8 +171,8 @@ def check_class_names(train: Index, test: Index, keys: tuple[str, str] = ("--tra
 
 
 def _lacking(train: Index, ours: dict[int, set[str]], theirs: dict[int, set[str]]) -> list[str]:
-    """Return the class names of the test set (`theirs`) that the training set lacks, without those of a class number
-    that is unnamed in the training set: the name may be the same there."""
+    """Return the names of classes in the test set (`theirs`) that the training set (`ours`) lacks. A name does not
+    count if the training set has its label without a name, as that class may have the same name."""
     known = set[str]().union(*ours.values())
     strange = {number: min(names - known) for number, names in theirs.items() if known and names - known}
     if not strange:
@@ -182,7 +182,7 @@ def _lacking(train: Index, ours: dict[int, set[str]], theirs: dict[int, set[str]
 
 
 def _of_images(index: Index, shard: int) -> dict[int, str]:
-    """Return the class names of a folder of images, which are those of its subfolders, by class number."""
+    """Return the class names of a folder of images, those of its subfolders, by label."""
     table = index.column(shard, ["key", "label"])
     numbers, first = np.unique(table["label"].to_numpy(), return_index=True)
     paths = map(from_text, table["key"].take(first).to_pylist())
@@ -194,12 +194,12 @@ def _of_images(index: Index, shard: int) -> dict[int, str]:
 
 
 def _of_card(folder: str) -> dict[int, str]:
-    """Return the class names in the dataset.json of a folder of shards; none if Eagleray did not write this file."""
+    """Return the class names in the dataset.json of a folder of shards by label; none if Eagleray did not write it."""
     from eagleray.datasets import card
 
     try:
         names: Any = (card.find(folder) or {}).get("class_names")
-    except (UserError, OSError, Outage):  # Eagleray did not write the file, or the store cannot tell whether it exists
+    except (UserError, OSError, Outage):  # not Eagleray's file, or the store does not say whether it exists
         return {}
     known = names if isinstance(names, list) else []
     return {number: name for number, name in enumerate(known) if name and isinstance(name, str)}

@@ -1,6 +1,6 @@
 """Define evaluation protocols: classes with settings that say what data they need, and measure a backbone on the data.
 
-The module that computes the numbers is imported in `run` alone, so that importing a class does not load PyTorch."""
+The module that does a protocol's work is imported only when it runs; importing a class does not load PyTorch."""
 
 import json
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from eagleray.protocols.needs import Features, Images, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.settings import Evaluate
 
-if TYPE_CHECKING:  # types of protocols' data
+if TYPE_CHECKING:  # types that protocols name in quotes for their data
     from eagleray.data.index import Index  # noqa: F401
     from eagleray.models.backbone import Backbone
     from eagleray.protocols.features import FrozenFeatures  # noqa: F401
@@ -53,8 +53,8 @@ class Protocol(BaseModel, Generic[D]):
 
     model_config = {**config.STRICT, "frozen": True}
     about: ClassVar[str] = ""  # one line for `eagleray list protocols`
-    recipe: ClassVar[tuple[str, ...]] = ()  # settings that a run's recipe determines, under the same names
-    ranks: ClassVar[bool] = False  # whether all ranks of a process group may run it together, and share its work
+    recipe: ClassVar[tuple[str, ...]] = ()  # settings that `evaluate` in a run's recipe determines, by the same names
+    ranks: ClassVar[bool] = False  # whether all ranks of a process group may run it together and share its work
 
     @classmethod
     def of_recipe(cls, evaluate: Evaluate) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Protocol(BaseModel, Generic[D]):
 
 
 class FrozenProtocol(Protocol[D], Generic[D]):
-    """A protocol on frozen features, which are extracted once for all such protocols."""
+    """A protocol that reads frozen features. These are extracted once for all protocols of a command."""
 
     size: PositiveInt = Evaluate.size
     resize: PositiveInt = Evaluate.resize
@@ -103,7 +103,7 @@ class FeatureProtocol(FrozenProtocol["FrozenFeatures"]):
 class SizedProtocol(Protocol[D], Generic[D]):
     """A protocol that sends square images of one size through the backbone."""
 
-    patches: ClassVar[bool] = False  # whether the protocol reads patches beside pooled vectors
+    patches: ClassVar[bool] = False  # whether the protocol also reads patch tokens, not only pooled vectors
     size: PositiveInt  # side of the images, in pixels
 
     def check(self, backbone: "Backbone") -> None:
@@ -127,20 +127,20 @@ class PatchProtocol(ImageProtocol):
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry of `eagleray list protocols`: a class with the presets that belong to the entry's name."""
+    """An entry of `eagleray list protocols`: a class of protocols, and presets for some of its settings."""
 
     kind: type[Protocol[Any]]
-    about: str = ""  # one line about the protocol; empty: the class's `about`
+    about: str = ""  # one line about the protocol; empty: `kind.about`
     preset: Mapping[str, Any] = field(default_factory=dict)  # settings that replace the defaults of the class
 
     @property
     def default(self) -> Protocol[Any]:
-        """The protocol with its default settings; settings without a default are missing."""
+        """The protocol with its default settings. Settings without a default are not set."""
         return self.kind.model_construct(**self.preset)
 
     @property
     def settings(self) -> list[str]:
-        """The names of all settings of the protocol; those of the extraction of features come last."""
+        """The names of all settings of the protocol; those of the extraction of features are last."""
         last = FrozenProtocol.model_fields if issubclass(self.kind, FrozenProtocol) else ()
         return sorted(self.kind.model_fields, key=lambda name: name in last)
 
@@ -153,7 +153,7 @@ class Listed:
         return f"{self.about or self.kind.about}; {self.default.data().words}; {options}"
 
     def parse(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert settings to the types of the class. Raises UserError for a value that is not of its type."""
+        """Convert settings to the types of their fields. Raises UserError for a value of a wrong type."""
         fields = self.kind.model_fields
         given = {name: parse_option(value, fields[name].annotation) for name, value in settings.items()}
         try:
@@ -164,14 +164,14 @@ class Listed:
 
 
 def as_option(value: Any) -> str:
-    """Return a value as it is typed on the command line, so that `parse_option` reads the same value."""
+    """Return a value as text for the command line, from which `parse_option` reads the same value."""
     if isinstance(value, tuple):
         return ",".join(map(as_option, value)) or "''"
     return (value or "''") if isinstance(value, str) else json.dumps(value)
 
 
 def parse_option(value: Any, hint: Any) -> Any:
-    """Parse the value of an option as YAML. If its type `hint` is a tuple, `0.1,1` is read as a list."""
+    """Parse the text of an option as YAML, unless its type `hint` is str. For a tuple, `0.1,1` is read as a list."""
     if hint is str or not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,8 @@
 """Fine-tune a whole backbone and a linear classifier on a few labels, as SimCLR does: Chen et al. 2020,
 arXiv:2002.05709, appendix B.5.
 
-They are trained by SGD with Nesterov momentum 0.9, without warm-up or weight decay, on random crops and flips only. In
-shapes, B is the number of images, C of classes and D of features."""
+The optimiser is SGD with Nesterov momentum 0.9, without warm-up or weight decay. The only augmentations are random
+crops and flips. B is the number of images, C of classes and D of features."""
 
 import copy
 import math
@@ -74,24 +74,24 @@ def semi_supervised(backbone: Backbone, sets: ProbeSets, settings: SemiSupervise
 
 
 class Classifier(Trainee):
-    """A backbone with a linear classifier, both trained."""
+    """A copy of a backbone with a linear classifier; both are trained."""
 
     def __init__(self, backbone: Backbone, classes: Tensor, seed: int) -> None:
-        """`classes` (C,) are the labels of the classes, in ascending order."""
+        """`classes` (C,) are all labels, in ascending order."""
         super().__init__()
         self.backbone, self.classes = copy.deepcopy(backbone).requires_grad_(True), classes
-        set_drop_path(self.backbone.model, 0.0)  # SimCLR fine-tunes without regularisation
+        set_drop_path(self.backbone.model, 0.0)  # SimCLR fine-tunes without regularisation, so without drop path
         self.head = nn.Linear(backbone.dim, len(classes))
         nn.init.normal_(self.head.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
         nn.init.zeros_(self.head.bias)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the class scores (B, 1, C) of features (B, D), in float32."""
+        """Return the class scores (B, 1, C) of features x (B, D), in float32; 1 is the number of classifiers."""
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.float()).unsqueeze(1)  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the cross-entropy."""
+        """Return the mean cross-entropy of the images of a batch."""
         [images] = batch.views
         z = self.scores(self.backbone.pooled(images))[:, 0]
         return {"loss": F.cross_entropy(z, torch.searchsorted(self.classes, batch.label))}

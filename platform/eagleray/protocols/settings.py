@@ -20,8 +20,8 @@ class Evaluate:
 
     # Epochs between evaluations during training, by kNN or the supervised classifier; 0: only at the end
     every: NonNegativeInt = 0
-    size: PositiveInt = 224  # pixels of the centre crop
-    resize: PositiveInt = 256  # pixels of the short side before the crop
+    size: PositiveInt = 224  # side of the centre crop, in pixels
+    resize: PositiveInt = 256  # short side of the image before the crop, in pixels
     k: PositiveInt = 20  # number of nearest neighbours
     temperature: PositiveFloat = 0.07  # temperature of the neighbours' votes
     # Number of random training images for kNN and the linear probe; None: all, but at most 1,300,000 during training

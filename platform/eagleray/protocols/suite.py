@@ -20,7 +20,7 @@ from eagleray.storage.shard_names import is_shard
 
 
 class Row(NamedTuple):
-    """A dataset of the suite: its metric, and the published results of table 11 in percent."""
+    """A dataset of the suite: its metric, and the published values of this metric in percent (table 11)."""
 
     metric: str  # a key of classification_scores.METRICS
     resnet50: float  # supervised ResNet-50, as EsViT's authors measured it
@@ -48,7 +48,7 @@ SUITE = {
     "ucf101": Row("top1", 72.1, 79.0, 81.1),
     "hateful-memes": Row("roc_auc", 49.9, 51.2, 52.0),
 }
-# Published results of supervised backbones, by the beginning of their names; the paper has none for Swin-S or larger.
+# Published results of supervised backbones by the beginning of their timm names. The paper has none for larger Swins.
 SUPERVISED = {
     "resnet50": {name: row.resnet50 for name, row in SUITE.items()},
     "swin_tiny": {name: row.swint for name, row in SUITE.items()},
@@ -60,9 +60,9 @@ def suite(
 ) -> Outcome:
     """Run the logistic probe on every dataset of the suite whose shards are in ROOT/NAME/SPLIT.
 
-    The numbers are the metric of each dataset in percent, and their mean. If there is a reference, they are also its
-    mean on the same datasets, and the number of datasets on which the backbone beats it. The reference is the suite's
-    results in the folder `reference` of another evaluation or, if this is None, the published results of the supervised
+    The numbers are the metric of each dataset in percent, and their mean. If there is a reference, its mean on the same
+    datasets and the number of datasets on which the backbone is better are added. The reference is the suite's results
+    in the folder `reference` of another evaluation or, if this is None, the published results of the supervised
     backbone of the same timm name. The settings list the datasets that are missing or cannot be used, with the reason.
     Raises UserError when no dataset can be used, or the folder `reference` holds no results of the suite."""
     others = read_reference(settings.reference) if settings.reference else published(data.model)
@@ -92,12 +92,12 @@ def published(model: str) -> dict[str, float]:
 
 
 def read_reference(folder: str) -> dict[str, float]:
-    """Return the newest results of the suite in a folder or at a URL, by dataset; those of an untrained backbone only
-    if there are no others. Raises UserError if there are no results of the suite."""
+    """Return the newest results of the suite in a folder or at a URL, by dataset. Results of an untrained backbone are
+    used only if there are no others. Raises UserError if there are no results of the suite."""
     url = f"{store.absolute(folder).rstrip('/')}/results.json"
     with explained(f"--reference {folder}: {url} holds no results of the suite", *NO_JSON, why=False):
         results = [result for result in json.loads(files.read_text(url)) if result["protocol"] == "suite"]
-        # Results of random weights (--untrained), which are measured last, are used only if there are no others.
+        # --untrained measures random weights last, so the newest results may not be those of the trained backbone.
         newest = sorted(results, key=lambda result: not result.get("untrained"))[-1]["numbers"]
         return {name: float(newest[f"suite/{name}"]) for name in SUITE if f"suite/{name}" in newest}
 
@@ -111,7 +111,7 @@ def score(features: Callable[[str], LabelledFeatures], folder: str, name: str, s
 
 
 def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the splits to train on and the split to test on, according to the shards in a dataset's folder.
+    """Return the splits to train on and the split to test on, of those that have shards in a dataset's folder.
 
     Raises UserError when the shards of a split that is needed are missing."""
     known = list(DATASETS[name].splits)
@@ -128,7 +128,7 @@ def splits(folder: str, name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
-    """Return the features after checking their labels, which are decoded to marks if images have several classes.
+    """Return features whose labels have been checked, and decoded to marks if an image may have several classes.
 
     Raises UserError when no image can be used, or when a label is too large for this dataset."""
     several, classes = SUITE[name].metric == "map11", DATASETS[name].classes
@@ -143,14 +143,14 @@ def _check(features: LabelledFeatures, url: str, name: str) -> LabelledFeatures:
 
 
 def _sizes(name: str) -> list[int]:
-    """Return the numbers of training and of test images of the complete dataset."""
+    """Return the numbers of training and of test images that the complete dataset has."""
     return list(DATASETS[name].splits.values())[:2]
 
 
 def _summary(numbers: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Compare the results with the reference on the datasets that both have.
+    """Return the mean of the results and their number; if there is a `reference`, also its mean and the number of wins.
 
-    A result equal to the reference, such as that of MNIST in table 11, is not counted as a win."""
+    The reference counts for datasets that both have. Equal results, such as MNIST's in table 11, are no wins."""
     both = [name for name in numbers if name in reference]
     out = {"average": sum(numbers.values()) / len(numbers), "sets": len(numbers)}
     if both:

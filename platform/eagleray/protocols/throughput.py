@@ -43,7 +43,7 @@ def throughput(backbone: Backbone, settings: Throughput, note: Callable[[str], N
     size, rounds = settings.size, settings.rounds
     batch = settings.batch or (128 if devices.is_accelerator(device) else 4)
     note(f"throughput: {rounds} rounds of {batch} images of {size} pixels on {device.type}")
-    net = copy.deepcopy(backbone).requires_grad_(True)  # a copy, because training steps change running statistics
+    net = copy.deepcopy(backbone).requires_grad_(True)  # a copy: training steps change batch norm's statistics
     images = torch.randn(batch, backbone.channels, size, size, device=device)
     check_images(net, size)
     full = f"throughput: {batch} images of {size} pixels do not fit on this {device.type}"
@@ -77,8 +77,8 @@ def step(net: Backbone, images: Tensor) -> None:
 
 def multiplications(net: nn.Module, images: Tensor) -> float:
     """Count the multiply-adds of a forward pass on images (B, 3, H, W)."""
-    # Attention runs as matrix products here, because not every fused kernel is counted, and linear layers do so because
-    # they are convolutions with added rows of zeros on some CPUs.
+    # Attention runs as matrix products, because not all fused kernels are counted. `plain` does the same for linear
+    # layers, which on some CPUs are convolutions with added rows of zeros.
     counter = FlopCounterMode(display=False)
     with plain(net), torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
         net(images)
@@ -98,9 +98,8 @@ def seconds(work: Callable[[], None], rounds: int, device: torch.device) -> floa
 
 
 def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
-    """Return the peak memory in bytes of the network's tensors and of those that `work` allocates.
-
-    Other tensors on the device do not count."""
+    """Return the peak memory in bytes of the network's tensors and of what `work` allocates. Other tensors on the
+    device do not count."""
     net.zero_grad()
     own = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     if devices.is_accelerator(device):
@@ -115,7 +114,7 @@ def peak(work: Callable[[], None], net: nn.Module, device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    # A process keeps freed memory, so the allocator's count is read. Its first value is subtracted, as it may exceed 0.
+    # The allocator's count is read, as a process keeps freed memory. What was allocated before `work` is subtracted.
     allocations = sorted(
         (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"
     )

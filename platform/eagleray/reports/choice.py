@@ -8,11 +8,11 @@ from eagleray.reports.page import Picture, Pictures, Section, Table
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of samples of a data set, as plain values that a run stores in its folder."""
+    """The choice of samples of a data set, in plain values that a run can store in its folder."""
 
-    digest: str  # digest of the samples' weights
-    tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, columns and rows
-    sheets: list[tuple[str, str]]  # contact sheets of images: a name and a data: URI
+    digest: str  # digest of the weights with which samples are read
+    tables: list[tuple[str, list[str], list[list[Any]]]]  # caption, names of columns, and rows of each table
+    sheets: list[tuple[str, str]]  # name and data: URI of each contact sheet of images
     text: list[str]
 
     def __post_init__(self) -> None:
@@ -21,6 +21,6 @@ class Choice:
                 raise ValueError(f"tables: {caption!r}: expected columns, and as many cells in each row")
 
     def section(self, title: str) -> Section:
-        """Return the choice as a section of a page, with its tables, contact sheets and text."""
+        """Return the choice as a section of a page with this title: its tables, contact sheets and text."""
         pictures = [Picture(source, f"{name} images", f"{name}, at random") for name, source in self.sheets]
         return Section(title, [*(Table(*table) for table in self.tables), Pictures(pictures)], self.text)

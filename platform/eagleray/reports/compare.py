@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves in shared plots, what each cost, and how results and recipes differ."""
+"""Compare several runs on one page: their curves in shared plots, their costs, and how results and recipes differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ from eagleray.reports.read import Run, names
 from eagleray.reports.sections import all_scores, data_text, figures, latest_results, model_text
 from eagleray.runs import metrics
 
-# Results of the throughput protocol over which accuracies are drawn, with the labels of the x axes.
+# Maps results of the throughput protocol, over which accuracies are drawn, to labels of the x axes.
 AXES = {
     "throughput/images_per_s": "images/s of a forward pass",
     "throughput/params_m": "million parameters",
     "throughput/gmacs": "1e9 multiply-adds of an image",
 }
-MEASURED = ("size", "batch", "device", "precision", "threads")  # settings on which images/s depend
+MEASURED = ("size", "batch", "device", "precision", "threads")  # settings of a measurement on which images/s depend
 TIMES = (metrics.WALL_SECONDS, metrics.GOODPUT, metrics.RESTARTS)
 
 
 def page(runs: Sequence[Run], folder: Path) -> Page:
-    """Return the page that compares several runs, and write PNGs of its curves into the folder. Raises UserError
-    when a run is given twice, and when there are more runs than colours and line styles can distinguish."""
+    """Return the page that compares several runs, and write PNGs of its curves into a folder. Raises UserError when a
+    run is given twice, or when there are more runs than colours and line styles can distinguish."""
     if len(runs) > plots.MOST:
         raise UserError(
             f"{len(runs)} runs: one page can show at most {plots.MOST}; the curves of more could not be told apart"
@@ -59,8 +59,8 @@ def page(runs: Sequence[Run], folder: Path) -> Page:
 
 
 def states(runs: Mapping[str, Run]) -> Table:
-    """Return a table with one row per run: method and backbone, data, state, and the numbers of steps, findings and
-    bad samples."""
+    """Return a table with one row per run: method and backbone, data, state, number of steps, number of findings, and
+    number of bad samples."""
     rows = [
         [name, model_text(r), data_text(r), r.state, r.last, len(r.findings), len(r.quarantine)]
         for name, r in runs.items()
@@ -69,8 +69,8 @@ def states(runs: Mapping[str, Run]) -> Table:
 
 
 def results(runs: Mapping[str, Run]) -> list[Table]:
-    """Return tables with a row per score or time and a column per run. Scores that were measured with different
-    settings are in separate tables, as they cannot be compared."""
+    """Return tables with a row per score or time and a column per run. Scores measured with different settings cannot
+    be compared, so they are in separate tables."""
     tables: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, run in runs.items():
         for m in all_scores(run):
@@ -98,8 +98,8 @@ def differences(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def flattened(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values by dotted key. The items of a list of mappings, such as the views, are numbered:
-    `views.0.size`."""
+    """Return a recipe's values by dotted key. Items of a list of mappings, such as the views, have their index in the
+    key: `views.0.size`."""
     return config.flatten({k: _counted(v) for k, v in recipe.items()})
 
 
@@ -113,8 +113,8 @@ def _counted(value: Any) -> Any:
 
 
 def hours(runs: Mapping[str, Run]) -> list[Table]:
-    """Return a table with what the training of each run took: hours, hours of all workers together, and hours for a
-    hundred epochs (MoCo v3, table 3)."""
+    """Return a table of what the training of each run took: its hours, the hours of all workers together, and both for
+    100 epochs (MoCo v3, table 3)."""
     rows = []
     for name, run in runs.items():
         seconds, epochs = run.summary.get(metrics.WALL_SECONDS), run.summary.get("epochs")
@@ -131,13 +131,13 @@ def hours(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Picture]:
-    """Yield a picture for every top-1 accuracy and every axis of AXES that two or more runs have, and write each as a
-    PNG into the folder (EsViT, figure 1; MoCo v3, figures 7 and 8)."""
+    """Yield a picture for each top-1 accuracy and each axis of AXES of which two or more runs have values, and write it
+    to the folder as a PNG (EsViT, figure 1; MoCo v3, figures 7 and 8)."""
     costs = {name: cost for name, run in runs.items() if (cost := throughput_of(run))}
     alike = len({format_settings(at) for at in map(conditions, costs.values())}) == 1
     for heading, key, scores in accuracies(runs):
         for axis, label in AXES.items():
-            if axis == "throughput/images_per_s" and not alike:  # speeds under other conditions cannot be compared
+            if axis == "throughput/images_per_s" and not alike:  # speeds under different conditions cannot be compared
                 continue
             points = [
                 plots.Point(
@@ -151,18 +151,18 @@ def accuracy_over_cost(runs: Mapping[str, Run], folder: Path) -> Iterator[Pictur
 
 
 def throughput_of(run: Run) -> Result | None:
-    """Return a run's latest result of the throughput protocol, or None."""
+    """Return the latest result of the throughput protocol for a run, or None if there is none."""
     return next((r for r in reversed(latest_results(run)) if r.protocol == "throughput"), None)
 
 
 def conditions(result: Result) -> Mapping[str, object]:
-    """Return the settings of a result on which its measured speed depends."""
+    """Return the settings of a throughput result on which the measured speed depends."""
     return {key: result.settings.get(key) for key in MEASURED}
 
 
 def accuracies(runs: Mapping[str, Run]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield how an accuracy was measured, its key, and its values by run. Values of a key that were measured in
-    different ways are yielded separately, as they cannot be compared."""
+    """Yield, for each accuracy, how it was measured, its key, and its values by run. Values with the same key that were
+    measured in different ways cannot be compared, so they are yielded separately."""
     found: dict[tuple[tuple[str, str], str], tuple[str, str, dict[str, float]]] = {}
     for name, run in runs.items():
         for scores in all_scores(run):

@@ -1,5 +1,5 @@
-"""A page on a data set: a map of its features, its clusters and near copies, the images with the extreme values of each
-column, and what an expression would keep and leave out."""
+"""Write a page on a data set: a map of its features, its clusters and near copies, the images with the extreme values
+of each column, and what an expression would keep and leave out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, prin
 from eagleray.reports.draw_choice import choice_of, images_of
 from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
 
-PARTS = 12  # number of parts of the tables that are read, evenly spread
-POINTS, ON_MAP = 3000, 150  # number of points on the map, and of those drawn as images
-ENDS, EACH, PAIRS = 8, 8, 12  # number of images at each end of a column, of images of a cluster, of pairs
-CLUSTERS = 12  # number of largest and of smallest clusters that are shown
+PARTS = 12  # largest number of parts of the tables that are read, evenly spread
+POINTS, ON_MAP = 3000, 150  # largest numbers of points on the map, and of images among them
+ENDS, EACH, PAIRS = 8, 8, 12  # largest numbers: images at an end of a column, images of a cluster, near copies
+CLUSTERS = 12  # how many of the largest and of the smallest clusters are shown
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set with its measured columns and features. The page is made from a subset of its samples."""
+    """A data set with its measured columns and features. The page shows only a subset of its samples."""
 
     url: str
     index: Index
@@ -38,14 +38,14 @@ class Data:
 
     @cached_property
     def samples(self) -> NDArray[np.int64]:
-        """Return the indices of the samples in the subset: all samples of up to PARTS parts of the tables."""
+        """Return the indices of the samples in the subset: those in up to PARTS parts of the tables."""
         size = sample_table.ROWS
         parts = np.unique(np.linspace(0, (len(self.index) - 1) // size, PARTS).round().astype(np.int64))
         return np.concatenate([np.arange(p * size, min((p + 1) * size, len(self.index))) for p in parts])
 
     @cached_property
     def table(self) -> pa.Table:
-        """Return the measured columns of the samples in the subset."""
+        """Return a table of all measured columns, with the samples in the subset as rows."""
         parts = np.unique(self.samples // sample_table.ROWS).tolist()
         found: dict[str, Any] = {}
         for table in self.columns:
@@ -54,11 +54,11 @@ class Data:
         return pa.table(found)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return a numeric column for the samples in the subset, with NaN where a sample has no value."""
+        """Return the values of a numeric column for the samples in the subset, NaN where a sample has none."""
         return self.table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
 
     def sheet(self, samples: NDArray[np.int64], alt: str, caption: str, columns: int = 4) -> Picture | None:
-        """Return a contact sheet of the images of samples, or None if no image can be decoded."""
+        """Return a contact sheet of the images of `samples`, or None if no image can be decoded."""
         images = [image for _, image in images_of(self.index, samples)]
         return Picture(images_uri(images, columns), alt, caption) if images else None
 
@@ -78,8 +78,8 @@ def data_map(
     columns: str,
     first: Sequence[Section] = (),
 ) -> None:
-    """Write the page to `out`, with the sections `first` at its beginning. `where` is an expression to preview,
-    `columns` a file of columns for it. Without `features` an embedding beside the shards is used, if there is one.
+    """Write the page to `out`, with the sections `first` at its beginning. `where` is an expression to preview, and
+    `columns` a file with columns for it. `features` None: an embedding beside the shards is used, if there is one.
     Raises UserError for a wrong expression, and when the page cannot be written."""
     files.check_local("--out", out)
     tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
@@ -98,7 +98,7 @@ def data_map(
 
 
 def lead(data: Data) -> list[str]:
-    """Return the page's first lines: how many images it is made from, and which commands would add to it."""
+    """Return the first lines of the page: how many images it is made from, and which commands would add sections."""
     some, images = len(data.samples), len(data.index)
     looked = f"{some:,} of {images:,} images are looked at." if some < images else ""
     missing = {
@@ -111,7 +111,7 @@ def lead(data: Data) -> list[str]:
 
 
 def tiles(data: Data) -> list[Tile]:
-    """Return the large numbers at the top of the page that come from columns: clusters and near copies."""
+    """Return the large numbers at the top of the page: how many clusters and near copies there are, as far as known."""
     found = []
     if "cluster" in data.table.column_names:
         found.append(Tile("clusters", int(np.nanmax(data.column("cluster"), initial=-1)) + 1))
@@ -121,7 +121,7 @@ def tiles(data: Data) -> list[Tile]:
 
 
 def preview(data: Data, where: str, columns: str) -> Section | None:
-    """Return a section on what `where` keeps and leaves out, or None without it. Raises UserError if it is wrong."""
+    """Return a section on what `where` keeps and leaves out; None if it is empty. Raises UserError if it is wrong."""
     if not where:
         return None
     of_shards = zip(*samples_where(data.index, data.url, where, columns), strict=True)
@@ -131,7 +131,7 @@ def preview(data: Data, where: str, columns: str) -> Section | None:
 
 
 def on_map(data: Data) -> Section | None:
-    """Return a section with a map of the features, or None without features."""
+    """Return a section with a map of the features, or None if there are no features."""
     if data.features is None:
         return None
     draw = np.random.default_rng(0)
@@ -154,7 +154,7 @@ def on_map(data: Data) -> Section | None:
 
 
 def clusters(data: Data) -> Section | None:
-    """Return a section with contact sheets of the largest and the smallest clusters, or None without clusters."""
+    """Return a section with contact sheets of the largest and smallest clusters, or None without a cluster column."""
     if "cluster" not in data.table.column_names:
         return None
     of, size, near = (data.column(name) for name in ("cluster", "cluster_size", "centre_similarity"))
@@ -179,7 +179,7 @@ def clusters(data: Data) -> Section | None:
 
 
 def copies(data: Data) -> Section | None:
-    """Return a section with pairs of an image and its near copy, or None without near copies."""
+    """Return a section with pairs of an image and its near copy, or None if there are no near copies."""
     if "duplicate_of" not in data.table.column_names:
         return None
     original, similar = data.table["duplicate_of"], data.column("similarity")
@@ -198,14 +198,14 @@ def copies(data: Data) -> Section | None:
 
 
 def sample_of(index: Index, name: str) -> int:
-    """Return the index of the sample that a value of the column duplicate_of, SHARD/KEY, names."""
+    """Return the index of the sample SHARD/KEY, a value of the column duplicate_of."""
     tar, _, key = name.partition("/")
     shard = [blob.url.rpartition("/")[2] for blob in index.shards].index(tar)
     return int(index.first[shard]) + index.column(shard, ["key"])["key"].to_pylist().index(key)
 
 
 def ends(data: Data) -> Section | None:
-    """Return a section with a histogram of every numeric column and the images with its lowest and highest values."""
+    """Return a section with a histogram of each numeric column, and the images with its lowest and highest values."""
     pictures: list[Picture | None] = []
     for name in data.table.column_names:
         kind = data.table[name].type

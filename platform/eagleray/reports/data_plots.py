@@ -16,8 +16,8 @@ Pixels = NDArray[np.uint8]  # (H, W, 3)
 Floats = NDArray[np.floating[Any]]
 SIZE = (9.6, 7.2)  # width and height of the map in inches
 SMALL = (4.6, 1.5)  # width and height of a histogram in inches
-ON_MAP = 34  # pixels of the longer side of an image on the map
-QUALITY = 80  # quality of WebP files, up to 100
+ON_MAP = 34  # longer side of an image on the map, in pixels
+QUALITY = 80  # quality of WebP files, from 0 to 100
 
 
 def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:
@@ -27,8 +27,8 @@ def images_uri(images: Sequence[Pixels], columns: int = 4) -> str:
 
 
 def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tuple[int, Pixels]]) -> str:
-    """Return a scatter plot of n points as a data: URI. `x` and `y` (n,) are their coordinates, `colour` (n,) integers
-    that select their colours; `images` are pairs of a point's index and the image to draw there."""
+    """Return a scatter plot of n points as a data: URI. `x` and `y` (n,) are their coordinates, and the integers
+    `colour` (n,) select their colours. `images` are pairs of the index of a point and the image that is drawn there."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
@@ -49,7 +49,7 @@ def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tu
 
 
 def histogram_uri(values: Floats) -> str:
-    """Return a histogram of `values` as a data: URI. The outer bars also count values beyond the shown range."""
+    """Return a histogram of `values` as a data: URI. The first and the last bar also count values beyond the axis."""
     from matplotlib.figure import Figure
 
     low, high = np.percentile(values, [0.5, 99.5])
@@ -72,7 +72,7 @@ def _saved(figure: Any) -> str:
 
 
 def principal(features: Floats) -> Floats:
-    """Return the coordinates (n, 2) of features (n, D) along the two axes on which they differ most (PCA)."""
+    """Return the coordinates (n, 2) of features (n, D) on their first two principal components."""
     centred = features - features.mean(0)
     _, _, axes = np.linalg.svd(centred, full_matrices=False)
     return centred @ np.vstack([axes, np.zeros_like(axes)])[:2].T

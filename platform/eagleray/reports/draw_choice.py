@@ -1,4 +1,4 @@
-"""Describe a choice of samples: count what is read and what is left out, and show some images of both, at random."""
+"""Describe a choice of samples: count what is read and what is left out, and show random images of both."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from eagleray.reports.data_plots import Pixels, images_uri
 from eagleray.runs.plan import Plan
 from eagleray.storage.ordered_map import ordered_map
 
-SHOWN, ACROSS = 24, 6  # most images of a contact sheet, and most images in one of its rows
+SHOWN, ACROSS = 24, 6  # largest number of images on a contact sheet, and in a row of it
 
 
 def choice_of(kept: NDArray[np.bool_], sizes: tuple[int, int], index: Index, text: list[str]) -> Choice:
@@ -28,8 +28,8 @@ def choice_of(kept: NDArray[np.bool_], sizes: tuple[int, int], index: Index, tex
 
 
 def choice_of_plan(plan: Plan) -> Choice:
-    """Describe which samples a run reads and how often, if its recipe selects or weights samples. Raises Outage when no
-    images can be read."""
+    """Describe which samples a run reads and how often, for a recipe that selects or weights samples. Raises ValueError
+    for other recipes, and Outage when no images can be read."""
     index, selection = plan.index, plan.stream.selection
     if selection is None:
         raise ValueError("the recipe chooses nothing")
@@ -61,13 +61,13 @@ def choice_of_plan(plan: Plan) -> Choice:
 
 
 def some_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the indices of up to SHOWN samples, drawn at random from those `chosen` (N,), in ascending order."""
+    """Return the indices, in ascending order, of up to SHOWN random samples of those that are `chosen` (N,)."""
     samples = np.flatnonzero(chosen)
     return np.sort(np.random.default_rng(0).choice(samples, min(SHOWN, len(samples)), replace=False))
 
 
 def images_of(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, Pixels]]:
-    """Yield index and image of each sample whose image can be decoded and that is not in `index.forgotten`."""
+    """Yield index and image of each of the samples that decodes, without those that `eagleray forget` excludes."""
     numbers = [sample for sample in samples.tolist() if sample not in index.forgotten]
     for sample, data in zip(numbers, ordered_map(lambda n: index.read(n, n + 1), numbers), strict=True):
         with contextlib.suppress(BadImage):

@@ -1,4 +1,4 @@
-"""Shows what each cut, an expression on columns, leaves out of a data set, in numbers and with random images."""
+"""Show what each cut leaves out of a data set, in numbers and with random images. A cut is an expression on columns."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from eagleray.reports.page import Picture, Pictures, Section, Table
 
 
 def left_out(index: Index, cuts: Sequence[Cut]) -> Section:
-    """Return the section on what each of `cuts` leaves out. An image counts for the first cut that leaves it out."""
+    """Return a section on what each of the `cuts` leaves out. An image counts for the first cut that leaves it out."""
     rows = [[c.name, c.where, int(c.out.sum()), 100 * float(c.out.mean()), "" if c.made else "not made"] for c in cuts]
     pictures = []
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""Lists the runs in a folder or a bucket: state, steps, and the newest and best score of each."""
+"""List the runs in a folder or a bucket, each with its state, its steps, and its newest and best score."""
 
 import logging
 import math
@@ -17,16 +17,16 @@ from eagleray.runs.metrics import METRICS, full_name
 from eagleray.storage import store
 
 log = logging.getLogger(__name__)
-DEPTH = 4  # levels of folders below the given one in which runs are searched
+DEPTH = 4  # levels of folders below the given one that are searched for runs
 
 
 @dataclass(frozen=True)
 class Listed:
     """The entry of a run in a list. A score that the run does not have is None."""
 
-    name: str  # path of the run's folder, relative to the given one
+    name: str  # path of the run's folder, relative to the folder that is listed
     method: str
-    state: str  # the state that a report shows, or "damaged"
+    state: str  # the state that a report shows; "damaged" if a file cannot be read
     step: int
     steps: int | None  # number of planned steps
     best: float | None
@@ -58,24 +58,24 @@ def list_runs(folder: str | Path = ".", metric: str = "knn/top1", *, best: str =
 
 
 def by_score(runs: list[Listed], metric: str) -> list[Listed]:
-    """Return runs with the best score first, and runs without a score last."""
+    """Return runs sorted by their best value of the metric, the best first; runs without a value are last."""
     sign = -1 if METRICS[metric].better == "lower" else 1
     return sorted(runs, key=lambda run: (run.best is not None, sign * (run.best or 0)), reverse=True)
 
 
 def run_folders(root: str) -> Iterator[str]:
-    """Yield the folder or URL of every run in a folder. Raises UserError when there is no such folder."""
+    """Yield the folder or URL of each run in the folder `root`. Raises UserError when there is no such folder."""
     if not store.may_be_folder(root):
         raise UserError(f"{root}: no such folder; expected one with runs in it")
     last = None
     for folder, names in folders_with(root, (layout.RECIPE, layout.ENVIRONMENT), DEPTH):
-        inside = last is not None and folder.startswith(f"{last}/")  # a folder within a run's folder is no run
+        inside = last is not None and folder.startswith(f"{last}/")  # folders within a run's folder are not runs
         if _is_run(folder, names) and not inside:
             yield (last := folder)
 
 
 def _is_run(folder: str, names: Collection[str]) -> bool:
-    """Return whether a folder with these files is that of a run, and not the copy of some files that MLflow keeps."""
+    """Return whether a folder with files of these names is a run, and not the copy of its files that MLflow keeps."""
     copy = folder.endswith("/artifacts") and layout.ENVIRONMENT not in names
     return layout.RECIPE in names and not copy
 
@@ -89,7 +89,7 @@ def _entry(out: str, root: str, metric: str) -> Listed:
 
 
 def listed(run: Run, root: str, metric: str) -> Listed:
-    """Return the entry of a run in the list of a folder."""
+    """Return the entry of a run in the list of the folder `root`."""
     pick = min if METRICS[metric].better == "lower" else max
     values = [float(r[metric]) for r in [*run.records, run.summary] if metric in r]
     finite = [v for v in [*values, float(run.earlier.get(metric, math.nan))] if math.isfinite(v)]
@@ -114,8 +114,8 @@ def _part(recipe: dict[str, Any], part: str) -> str:
 
 
 def folders_with(root: str, names: Collection[str], depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders up to `depth` levels below `root` that have files of these `names`, with the names found. A
-    folder comes before its subfolders. In local folders, the search stops at a folder that has all the names."""
+    """Yield the folders up to `depth` levels below `root` that have a file of these `names`, with the names found. A
+    folder comes before its subfolders. The search does not go below a local folder that has all the names."""
     if folder := store.folder_of(root):
         found = {}
         for parent, folders, files in os.walk(folder):

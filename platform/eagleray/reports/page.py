@@ -11,17 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-BUDGET = 3_000_000  # most bytes of all pictures of evaluations together, which take a third more as base64 text
+BUDGET = 3_000_000  # largest size in bytes of all evaluations' pictures together, before base64 adds a third
 LEAST = 20_000  # smallest limit in bytes per picture, however many share BUDGET: less would show nothing
-FORMATS = ("PNG", "JPEG", "WEBP")  # browsers show these, and PIL starts no program to read them
+FORMATS = ("PNG", "JPEG", "WEBP")  # formats that browsers show, and that PIL reads without starting a program
 PIXELS = 50_000_000  # pictures with more pixels are not decoded
-# Longer sides in pixels and WebP qualities to try for a picture that is larger than its share, until one fits.
+# For a picture above its size limit: longer sides in pixels and WebP qualities, which are tried until one fits.
 SMALLER = ((1600, 90), (1200, 80), (900, 70), (600, 60), (400, 50))
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page. The first cell of a row names the row. A cell is text, a number or None."""
+    """A table of a page. The first cell of each row is its name. A cell is text, a number or None."""
 
     caption: str
     columns: Sequence[str]
@@ -31,7 +31,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with its caption and its text for readers who cannot see it."""
+    """A picture with its caption, and a text for readers who cannot see it."""
 
     source: str  # a data: URI
     alt: str
@@ -40,16 +40,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A group of pictures."""
+    """A group of pictures on a page."""
 
     pictures: Sequence[Picture]
-    large: bool = False  # whether they are one below the other, not side by side
+    large: bool = False  # whether the pictures are one below the other instead of side by side
     kind: ClassVar[str] = "pictures"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs of a name and a text that is shown unchanged, such as lines of a log."""
+    """Pairs of a name and a text, such as lines of a log, which is shown unchanged."""
 
     parts: Sequence[tuple[str, str]]
     kind: ClassVar[str] = "texts"
@@ -62,11 +62,11 @@ class Section:
     title: str
     blocks: Sequence[Table | Pictures | Texts]
     text: Sequence[str] = ()
-    narrow: bool = False  # whether blocks stand side by side where there is room
+    narrow: bool = False  # whether its blocks are side by side where the page is wide enough
 
     @property
     def anchor(self) -> str:
-        """Return the section's id within the page, to which the table of contents links."""
+        """Return the HTML id of the section, to which the table of contents links."""
         return re.sub(r"[^a-z]+", "-", self.title.lower()).strip("-")
 
 
@@ -88,17 +88,17 @@ class Page:
     sections: Sequence[Section]
     footer: str
     state: str = ""
-    bad: bool = False  # whether somebody must act on the state
+    bad: bool = False  # whether the state is one in which somebody must act
     tiles: Sequence[Tile] = field(default=())
 
 
 def footer_text(of: str) -> str:
-    """Return a page's last line: what the page is about, and when it was written."""
+    """Return the last line of a page: what the page is `of`, and when it was written."""
     return f"{of} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML, with texts escaped. Lone surrogates, invalid in UTF-8, are shown as their codes."""
+    """Return the page as HTML, with texts escaped. Lone surrogates, which UTF-8 cannot encode, are shown as codes."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -109,7 +109,7 @@ def render(page: Page) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a cell's value as text: numbers with four digits, and a dash for None or an empty text."""
+    """Return the value of a cell as text: a number with four digits, and a dash for None or an empty text."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -127,8 +127,8 @@ def uri(data: bytes, kind: str) -> str:
 
 
 def picture_uri(path: Path, share: int) -> str:
-    """Return a picture file as a data: URI of at most about `share` bytes. A larger picture is shrunk.
-    Raises OSError when the file is not a picture, or has too many pixels."""
+    """Return a picture file as a data: URI of about `share` bytes at most. A larger picture is shrunk. Raises OSError
+    when the file is not a picture, or has too many pixels."""
     from PIL import Image
 
     try:

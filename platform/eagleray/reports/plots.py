@@ -1,5 +1,4 @@
-"""Draw the curves of a report: one figure per panel, small enough for a phone, for one run or for several runs
-together."""
+"""Draw the curves of one run or of several runs together: a figure for each panel, small enough for a phone."""
 
 import io
 import re
@@ -15,11 +14,11 @@ from eagleray.runs.metrics import METRICS
 from eagleray.runs.plots import BOTTOM, REST, TOP, Curve, Line, Panel, fill, gradients, mark, thin
 
 SIZE = (4.6, 2.9)  # width and height of a figure in inches
-DPI = 200  # sharper than base.plotting.DPI, because a page is also read on a phone and printed
-POINTS = 600  # most points of a line
+DPI = 200  # above base.plotting.DPI, because pages are also printed and read on phones
+POINTS = 600  # largest number of points of a line
 COLOURS = (BLUE, RED, "#3f7d33", "#b36f00", "#7a5195", "#1f7f76", "#8c564b", "#444444")
 STYLES = ("-", "--", ":", "-.")
-MOST = len(COLOURS) * len(STYLES)  # most runs whose curves can be told apart
+MOST = len(COLOURS) * len(STYLES)  # largest number of runs whose curves can be told apart
 
 SPEED = Panel(
     "images/s",
@@ -48,7 +47,7 @@ STABILITY = (metrics.MONITOR_KNN, metrics.KNN_TOP1, metrics.LOSS, metrics.GRAD_N
 
 
 class Point(NamedTuple):
-    """A run in a plot."""
+    """A run as a point in a plot of accuracy over cost."""
 
     run: str
     group: str  # the method, whose runs are joined by a line
@@ -57,7 +56,7 @@ class Point(NamedTuple):
 
 
 def curves(run: Run, folder: Path) -> list[Picture]:
-    """Return one picture per panel of a run, and write each as a PNG into the folder."""
+    """Return one picture for each panel of a run, and write each to a folder as a PNG."""
     points = {key: thin(x, y, POINTS) for key, (x, y) in run.curves.items()}
     panels = [*TOP, gradients(points), *BOTTOM, SPEED, *[GOODPUT] * (len(run.starts) > 1)]
     shown = [p for p in panels if any(line.key in points for line in p.lines)]
@@ -65,7 +64,8 @@ def curves(run: Run, folder: Path) -> list[Picture]:
 
 
 def compared(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
-    """Return one picture per metric, in which every run is a curve over steps, or over epochs if `epochs`."""
+    """Return a picture for each metric of COMPARED, in which every run is a curve over steps (over epochs if `epochs`),
+    and the picture of `first_and_last`."""
     return [*overlays(runs, COMPARED, folder, epochs=epochs), *first_and_last(runs, folder, epochs=epochs)]
 
 
@@ -79,7 +79,7 @@ def stability(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Pi
 def overlays(
     runs: Mapping[str, Run], shown: Sequence[tuple[str, str, bool]], folder: Path, *, epochs: bool
 ) -> Iterator[Picture]:
-    """Yield a picture with the curves of all runs for each metric in `shown`, such as COMPARED, that a run has."""
+    """Yield a picture of each metric in `shown`, such as COMPARED, with the curves of all runs that have the metric."""
     for key, title, log in shown:
         points, lines = {}, []
         for i, (name, run) in enumerate(runs.items()):
@@ -92,8 +92,8 @@ def overlays(
 
 
 def first_and_last(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> list[Picture]:
-    """Return a picture of the gradient norms of the first layer and of the last block of every run, where they are
-    logged and the runs are few enough for a colour each (MoCo v3, figure 4)."""
+    """Return a picture with the gradient norms of the first layer and the last block of each run that has logged them
+    (MoCo v3, figure 4). If there are more runs than colours, return an empty list."""
     points, lines, names = {}, [], list[tuple[str, str]]()
     for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
         layers = [key for key in run.curves if key.startswith("grad/") and key not in REST]
@@ -112,18 +112,18 @@ def first_and_last(runs: Mapping[str, Run], folder: Path, *, epochs: bool) -> li
 
 
 def curve(run: Run, key: str, *, epochs: bool) -> Curve:
-    """Return the curve of a metric of a run, over steps, or over epochs if `epochs`."""
+    """Return the curve of a metric of a run over steps or, if `epochs`, over epochs."""
     x, y = thin(*run.curves[key], POINTS)
     return x * _epochs(run) if epochs else x, y
 
 
 def label(name: str) -> str:
-    """Return a name escaped, so that matplotlib shows it unchanged."""
+    """Return a name with escaped `$`, so that matplotlib shows it unchanged."""
     return name.replace("$", r"\$")
 
 
 def _epochs(run: Run) -> float:
-    """Return what fraction of an epoch one step is."""
+    """Return the length of a step in epochs, from the last record; 0 if this is unknown."""
     last = run.records[-1] if run.records else {}
     return float(last.get("epoch", 0) / last["step"]) if last.get("step") else 0.0
 
@@ -137,7 +137,7 @@ def draw_panel(
     findings: Sequence[Mapping[str, Any]] = (),
     x: str = "step",
 ) -> Picture:
-    """Draw the curves of a panel, write them to `folder` as a PNG and return them as an SVG for the page."""
+    """Draw the curves of a panel, write them to `folder` as a PNG, and return them as an SVG picture for the page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
@@ -160,13 +160,13 @@ def draw_panel(
 
 
 def as_picture(figure: Any, title: str, words: str, caption: str, folder: Path) -> Picture:
-    """Write a figure to `folder` as a PNG named after its title, and return it as an SVG for the page."""
+    """Write a figure to `folder` as a PNG named after its title, and return it as an SVG picture for the page."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     name = re.sub(r"\W+", "-", title).strip("-")
-    # Figure.savefig would draw everything twice: once to see how large it is.
+    # Figure.savefig would draw everything twice, the first time only to measure it.
     FigureCanvasAgg(figure).print_png(folder / f"{name}.png")
     figure.set_layout_engine("none")  # the layout is computed already
     with rc_context({"svg.hashsalt": "eagleray"}):
@@ -175,7 +175,7 @@ def as_picture(figure: Any, title: str, words: str, caption: str, folder: Path) 
 
 
 def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, folder: Path) -> Picture:
-    """Draw accuracy over cost, with a name at each run and a line through the runs of each method."""
+    """Draw accuracy over cost: a point with a name for each run, and a line through the runs of each method."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -185,7 +185,7 @@ def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, fol
         of = sorted((p for p in points if p.group == group), key=lambda p: p.x)
         axes.plot([p.x for p in of], [p.y for p in of], "o-", color=COLOURS[i % len(COLOURS)], label=group, lw=1, ms=4)
         for p in of:
-            left = p.x == max(q.x for q in points)  # the name would not fit on the right side
+            left = p.x == max(q.x for q in points)  # right of the point, the name would not fit
             place: Any = {"xytext": (-4, -10), "ha": "right"} if left else {"xytext": (4, 4)}
             axes.annotate(label(p.run), (p.x, p.y), textcoords="offset points", fontsize=7, **place)
     if max(p.x for p in points) > 4 * min(p.x for p in points):
@@ -207,13 +207,13 @@ def scatter(points: Sequence[Point], xlabel: str, ylabel: str, heading: str, fol
 
 
 def _columns(handles: Sequence[Any]) -> int:
-    """Return how many columns of the legend fit side by side."""
+    """Return the number of columns of a legend with these handles that fit side by side."""
     longest = max((len(h.get_label()) for h in handles), default=1)
     return max(1, min(len(handles), 56 // (longest + 6)))
 
 
 def in_words(panel: Panel, curves: Mapping[str, Curve], x: str) -> str:
-    """Return the first and the last value of every curve as text, for readers who cannot see the picture."""
+    """Return the first and the last value of each curve in words, for readers who cannot see the picture."""
     sentences = []
     for line in (*panel.lines, *panel.right):
         if line.label and line.key in curves:

@@ -1,4 +1,4 @@
-"""Read what a run's folder says about the run, whether it finished, stopped or failed."""
+"""Read what the files in a run's folder say about the run, whether it finished, stopped or failed."""
 
 import json
 import os
@@ -25,16 +25,16 @@ from eagleray.runs.run_store import run_store
 from eagleray.runs.summary import read_summary
 from eagleray.storage import store
 
-Source = str | os.PathLike[str]  # an `eagleray.Run` is path-like, too
+Source = str | os.PathLike[str]  # also an `eagleray.Run`, which is path-like
 LEAVES = (layout.RECIPE, layout.METRICS, layout.SUMMARY, layout.RESULTS)  # a run's folder has at least one of these
-LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # how a line of train.log begins
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ rank\d+ ")  # beginning of an entry in train.log
 LAST = 15  # number of last lines of the log to show
-PARTS = ("method", "backbone", "data", "optim", "evaluate")  # sections of a recipe that are read here
+PARTS = ("method", "backbone", "data", "optim", "evaluate")  # sections of a recipe that reports read
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of the files in a run's folder. The field of a missing file is empty."""
+    """The contents of the files in a run's folder. If a file is missing, its field is empty."""
 
     out: str  # the folder or URL where the run is kept
     folder: Path  # the run's files on this machine
@@ -42,26 +42,26 @@ class Run:
     environment: dict[str, Any]
     records: Sequence[dict[str, Any]]  # lines of metrics.jsonl
     summary: dict[str, Any]  # summary.json; empty until the run has finished
-    earlier: dict[str, Any]  # summary of an earlier end, after which the run took more steps with a larger max_steps
+    earlier: dict[str, Any]  # summary of an earlier end, if the run was then continued with a larger max_steps
     results: Sequence[Result]
     findings: Sequence[dict[str, Any]]
     starts: Sequence[dict[str, Any]]
     skipped: Sequence[dict[str, Any]]
     quarantine: Sequence[dict[str, Any]]
     state: str  # finished, running, stopped, failed, broken off or not begun
-    why: str  # more about the state, in a sentence
+    why: str  # a sentence that explains the state
     log: Sequence[str]  # last lines of train.log
     forecast: dict[str, Any]  # the expected memory and speed of the run
-    choice: Choice | None  # the samples that the run reads
+    choice: Choice | None  # which samples the run reads; None if the recipe makes no choice
 
     @property
     def last(self) -> int:
-        """Return the number of steps that were taken, from metrics.jsonl or, without it, from summary.json."""
+        """Return the number of steps taken, from metrics.jsonl or, if it is missing, from summary.json."""
         return int(self.records[-1]["step"]) if self.records else int(self.summary.get("steps", 0))
 
     @property
     def planned(self) -> int | None:
-        """Return the number of steps to take, or None where neither `max_steps` nor the length of an epoch is known."""
+        """Return the number of steps to take; None if neither `max_steps` nor the length of an epoch is known."""
         epochs, most = self.recipe.get("optim", {}).get("epochs"), self.recipe.get("max_steps")
         last = self.records[-1] if self.records else {}
         length = last["step"] / last["epoch"] if last.get("epoch") else 0.0
@@ -77,12 +77,12 @@ class Run:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """Return steps and values of every metric in metrics.jsonl, by key."""
+        """Return the steps and values of each metric in metrics.jsonl, by its key."""
         return plots.read(self.folder) if self.records else {}
 
 
 def read(url: str) -> Run:
-    """Read a run from its folder or s3:// URL. Raises UserError, and Outage when the store does not answer."""
+    """Read a run from its folder or s3:// URL. Raises UserError if it fails, Outage if the store does not answer."""
     out = store.absolute(url.rstrip("/") or "/")
     if not store.may_be_folder(out):
         raise UserError(f"{url}: no such folder; expected the folder or s3:// URL of a run")
@@ -124,7 +124,7 @@ def state_of(
     starts: Sequence[Mapping[str, Any]],
     log: Sequence[str],
 ) -> tuple[str, str]:
-    """Return the state of a run, and a sentence that explains the state."""
+    """Return the state of a run, as far as its files show it, and a sentence that explains the state."""
     last = records[-1]["step"] if records else 0
     if run_store(out).is_claimed():
         return "running", f"The run is training, and had taken {last:,} steps when this page was written."
@@ -142,13 +142,13 @@ def state_of(
 
 
 def failure_of(out: str) -> str | None:
-    """Return why the run has failed for good, or None if that is not stored. Raises UserError for a damaged file."""
+    """Return why the run has failed for good, or None if no reason is stored. Raises UserError for a damaged file."""
     note, where = run_store(out).get(layout.FAILURE), f"{out}/{layout.FAILURE}"
     return shapes.check(shapes.Failure, _parsed(note, where), where).why if note else None
 
 
 def last_error(log: Sequence[str]) -> str:
-    """Return the error at the end of a log, the last line of its traceback, or "" when the log ends otherwise."""
+    """Return the error at the end of a log: the last line of its traceback, or "" if the log does not end with one."""
     heads = [i for i, line in enumerate(log) if LOGGED.match(line)]
     if heads and " ERROR " in log[heads[-1]]:
         return log[-1] if log[-1] != log[heads[-1]] else log[-1].partition(" ERROR ")[2]
@@ -156,8 +156,8 @@ def last_error(log: Sequence[str]) -> str:
 
 
 def names(outs: Sequence[str]) -> list[str]:
-    """Return a short name for every run: as many last parts of its path as it takes for all names to differ. Raises
-    UserError when a run is given twice."""
+    """Return a short name for each run: the last parts of its path, as many as are needed for all names to differ.
+    Raises UserError when a run is given twice."""
     parts = [out.rstrip("/").split("/") for out in outs]
     for n in range(1, max(map(len, parts)) + 1):
         short = ["/".join(p[-n:]) for p in parts]
@@ -195,7 +195,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a recipe, a mapping of keys to values, got a {type(tree).__name__}")
     tree = {k: v for k, v in tree.items() if v is not None or k not in PARTS}
-    if isinstance(tree.get("method"), str):  # the short form, of a recipe that was written by hand
+    if isinstance(tree.get("method"), str):  # recipes written by hand may have the short form, a name
         tree["method"] = {"name": tree["method"]}
     shapes.check(shapes.Recipe, tree, path)
     return tree

@@ -1,4 +1,4 @@
-"""Write the report of one run, section by section. Empty sections are left out."""
+"""Make the report of one run, section by section. Empty sections are left out."""
 
 import json
 import statistics
@@ -30,11 +30,11 @@ from eagleray.runs import layout, metrics
 from eagleray.runs.health import AT_END, KINDS
 from eagleray.runs.summary import CHECKED, EARLY, EXPORTED, SENTENCES, UNCHECKED, VERDICT
 
-REASONS = 20  # most rows of the tables of bad samples
-FINDINGS = 50  # most findings in the table
+REASONS = 20  # largest number of rows in a table of bad samples
+FINDINGS = 50  # largest number of findings in their table
 END = "At the end of the run"
-LONGEST = 1e10  # longest duration to show, in seconds: three centuries
-BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # suffixes of the keys of scores from before the training
+LONGEST = 1e10  # longest duration that is shown, in seconds: three centuries
+BEFORE = (metrics.AT_START, metrics.UNTRAINED)  # suffixes of the keys of scores measured before the training
 BAD = ("failed", "broken off")  # states in which somebody must act
 # Keys of the summary whose values other sections show.
 SHOWN_ELSEWHERE = {
@@ -52,7 +52,7 @@ SHOWN_ELSEWHERE |= {metrics.SECONDS_LOST, metrics.GOODPUT, metrics.BAD_SAMPLES}
 
 
 def page(run: Run, folder: Path) -> Page:
-    """Return the report of a run, and write PNGs of its curves into the folder."""
+    """Return the report of a run, and write PNGs of its curves into a folder."""
     sections = [
         Section("Results", results(run), ["Top-1 and top-5 are in percent."], narrow=True),
         Section("Curves", figures(plots.curves(run, folder)), marks_note(run)),
@@ -78,15 +78,15 @@ def page(run: Run, folder: Path) -> Page:
 
 
 def verdict(run: Run) -> list[str]:
-    """Return sentences on what the final scores say about the backbone, and on problems found at the last step."""
+    """Return sentences on what the final scores say about the backbone, and on problems that the last step shows."""
     said = [sentence[:1].upper() + sentence[1:] + "." for sentence in run.summary.get(VERDICT, ())]
     named = [f["kind"] for f in run.findings if f["kind"] in AT_END and f["step"] == run.last]
     return said + [f"Found at the end: {', '.join(named)}; Health has what may help."] * bool(named)
 
 
 def model_text(run: Run) -> str:
-    """Return the names of the method and the backbone, such as `dino on vit_small_patch16_224`, with the options that
-    change the backbone."""
+    """Return the names of the method and the backbone, such as `dino on vit_small_patch16_224`, and the options with
+    which the backbone was built."""
     parts = [run.recipe.get(part, {}).get("name", "?") for part in ("method", "backbone")]
     options = run.recipe.get("backbone", {}).get("options") or {}
     changed = ", ".join(f"{key} {value}" for key, value in options.items())
@@ -100,7 +100,7 @@ def data_text(run: Run) -> str:
 
 
 def source_text(train: Any) -> str:
-    """Return the URL of the training data, or the first of several URLs and the number of the others."""
+    """Return the URL of the training data. Of several URLs, return the first and how many others there are."""
     first = train[0] if isinstance(train, list) and train else train
     url = first.get("url") if isinstance(first, Mapping) else first
     more = f" and {len(train) - 1} more" if isinstance(train, list) and len(train) > 1 else ""
@@ -138,13 +138,13 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def values_of(run: Run, key: str) -> list[float]:
-    """Return the values of a metric from the records that have it."""
+    """Return the values of the metric `key`, from the records that have it."""
     return [r[key] for r in run.records if key in r]
 
 
 def results(run: Run) -> list[Table]:
-    """Return a table for each evaluation: this run's scores beside untrained and published scores. The evaluation at
-    the end of the run comes first, later ones follow."""
+    """Return a table for each evaluation, with this run's scores beside untrained and published scores. The evaluation
+    at the end of the run comes first; later ones follow."""
     tables = []
     for m in all_scores(run):
         columns = ["Number", "This run", "At the start", "Untrained", "Published"]
@@ -154,9 +154,9 @@ def results(run: Run) -> list[Table]:
 
 
 class Scores(NamedTuple):
-    """The scores of one evaluation."""
+    """The scores of one evaluation, as rows of a table."""
 
-    key: tuple[str, str]  # the protocol with the user's settings, and the data: scores with equal keys are comparable
+    key: tuple[str, str]  # protocol with settings asked for, and data; scores with equal keys are comparable
     heading: str  # how the scores were measured
     rows: list[list[Any]]  # name, score, score at the start, score without training, published score
 
@@ -179,8 +179,8 @@ def all_scores(run: Run) -> Iterator[Scores]:
 
 
 def latest_results(run: Run) -> list[Result]:
-    """Return the latest result of each evaluation, that is of each protocol, data, settings and backbone. Results of
-    the untrained backbone are left out if the table of the trained one shows them in a column."""
+    """Return the latest result for each combination of protocol, data, settings and backbone. Results of the untrained
+    backbone are left out if the table of the trained one shows them in a column."""
     last = {
         (r.untrained, r.architecture, r.data_digest, protocol_text(r, asked=True) + backbone_suffix(run, r)): r
         for r in run.results
@@ -189,21 +189,21 @@ def latest_results(run: Run) -> list[Result]:
 
 
 def protocol_text(result: Result, *, asked: bool = False) -> str:
-    """Return the protocol, the data and the settings of an evaluation as text. With `asked`, settings that the
-    evaluation itself selected, such as a learning rate, are left out."""
+    """Return the protocol, the data and the settings of an evaluation as text. With `asked`, settings that it chose
+    itself, such as a learning rate, are left out."""
     settings = format_settings({k: v for k, v in result.settings.items() if k in result.asked or not asked})
     at = " and ".join("/".join(place.rstrip("/").split("/")[-2:]) for place in result.data.values())
     return result.protocol + (f" on {at}" if at else "") + (f": {settings}" if settings else "")
 
 
 def backbone_suffix(run: Run, result: Result) -> str:
-    """Return `, of NAME` if another backbone than the run's newest was evaluated, else an empty text."""
+    """Return `, of NAME` if the evaluated backbone is not the newest of the run, otherwise an empty text."""
     name = result.backbone.removeprefix(BARE).rstrip("/").rpartition("/")[2]
     return "" if name == run.out.rpartition("/")[2] else f", of {name}"
 
 
 def final_settings(run: Run, keys: Sequence[str]) -> str:
-    """Return the settings of the evaluation at the end of the run as text."""
+    """Return the settings of the evaluation at the end of the run as text. `keys` are those of its scores."""
     e, of = run.recipe.get("evaluate", {}), {key.partition("/")[0] for key in keys}
     sentences = {
         "knn": f"kNN of k {e.get('k')}, T {e.get('temperature')}",
@@ -215,7 +215,7 @@ def final_settings(run: Run, keys: Sequence[str]) -> str:
 
 
 def figures(pictures: Sequence[Picture]) -> list[Pictures]:
-    """Return the pictures as a list of one group, or of none when there are no pictures."""
+    """Return the pictures as a list of one group; an empty list if there are no pictures."""
     return [Pictures(pictures)] if pictures else []
 
 
@@ -229,7 +229,7 @@ def marks_note(run: Run) -> list[str]:
 
 
 def findings(run: Run) -> list[Table]:
-    """Return the table of the problems that the run found itself, and the table of what it was checked for."""
+    """Return a table of the problems that the run found in itself, and a table of what it was checked for."""
     rows = [[f["step"], f["kind"], f["text"], KINDS.get(f["kind"], "")] for f in run.findings[:FINDINGS]]
     more = f"; the first {FINDINGS} of {len(run.findings)}" if len(run.findings) > FINDINGS else ""
     tables = [Table(f"Findings{more}", ["Step", "Finding", "What was seen", "What may help"], rows)] if rows else []
@@ -239,7 +239,7 @@ def findings(run: Run) -> list[Table]:
 
 
 def evaluation_pictures(run: Run) -> list[Pictures]:
-    """Return the pictures that evaluations drew, each shrunk to its share of BUDGET."""
+    """Return the pictures that evaluations drew. All have the same share of BUDGET, to which larger ones are shrunk."""
     paths = sorted((run.folder / layout.PICTURES).rglob("*.png"))
     if (own := run.folder / layout.NEIGHBOURS).exists():
         paths.insert(0, own)
@@ -256,7 +256,7 @@ def evaluation_pictures(run: Run) -> list[Pictures]:
 
 
 def caption(run: Run, path: Path) -> str:
-    """Return the caption of a picture: its name, and the evaluation that drew it, with its settings."""
+    """Return the caption of a picture: its name, and the evaluation that drew it with its settings."""
     if path.name == layout.NEIGHBOURS and path.parent == run.folder:
         return "At the end of the run: images of its evaluation, each with those nearest to it by their features"
     words = path.stem.replace("_", " ").replace("-", " ")
@@ -265,7 +265,7 @@ def caption(run: Run, path: Path) -> str:
 
 
 def times(run: Run) -> list[Table]:
-    """Return a table of the run's starts and ends, and one of what its time was spent on."""
+    """Return a table of the starts and ends of the run, and a table of what its time was spent on."""
     rows: list[list[Any]] = []
     for s in run.starts:
         when = f"{datetime.fromtimestamp(s['time'], UTC):%Y-%m-%d %H:%M:%S}"
@@ -290,7 +290,7 @@ def times(run: Run) -> list[Table]:
 
 
 def plan_and_fact(run: Run) -> list[Table]:
-    """Return a table of what the plan of the run expected, beside what was measured."""
+    """Return a table of what was expected in the plan of the run, beside what was measured."""
     plan = run.forecast
     if not plan or not run.records:
         return []
@@ -315,7 +315,7 @@ def choice(run: Run) -> Section:
 
 
 def bad_samples(run: Run) -> list[Table]:
-    """Return a table of the samples that could not be read, by reason, and one of the steps whose gradients were not
+    """Return a table of the reasons why samples could not be read, and a table of the steps whose gradients were not
     finite."""
     tables = []
     reasons = Counter(b["reason"] for b in run.quarantine)
@@ -332,18 +332,18 @@ def bad_samples(run: Run) -> list[Table]:
 
 
 def examples(run: Run, reason: str) -> str:
-    """Return up to three bad samples with this reason, each as shard/key, or as shard if all of it is bad."""
+    """Return up to three bad samples with this reason, as shard/key, or as shard if the whole shard is bad."""
     samples = [b for b in run.quarantine if b["reason"] == reason][:3]
     return ", ".join("/".join(filter(None, (b["shard"].rpartition("/")[2], b["key"]))) for b in samples)
 
 
 def shows_log(run: Run) -> bool:
-    """Return whether to show the end of the log: not for a finished run, as the page has all of its results."""
+    """Return whether to show the end of the log. It is not shown for a finished run, whose results are on the page."""
     return bool(run.log) and run.state != "finished"
 
 
 def recipe(run: Run) -> list[Texts]:
-    """Return the resolved recipe: one text per section, after one for the keys that are in no section."""
+    """Return the resolved recipe: a text for the keys outside of sections, then a text for each section."""
     inner = {k: v for k, v in run.recipe.items() if isinstance(v, dict | list)}
     alone = {k: v for k, v in run.recipe.items() if k not in inner}
     parts = [*([("run", alone)] if alone else []), *inner.items()]
@@ -352,7 +352,7 @@ def recipe(run: Run) -> list[Texts]:
 
 
 def environment(run: Run) -> list[Table]:
-    """Return the table of the packages, the machine and the command that the run was made with."""
+    """Return a table of the packages, the machine and the command with which the run was made."""
     e = run.environment
     rows = [["python", e.get("python")], *(e.get("packages") or {}).items()] if e else []
     rows += [[k, e[k]] for k in ("user", "platform", "cpus") if k in e]

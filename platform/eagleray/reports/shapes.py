@@ -1,4 +1,4 @@
-"""Check the files of a run's folder that a page shows, as people or other versions may have written them."""
+"""Check the files of a run's folder that a page shows, because people or other versions may have written them."""
 
 import logging
 import re
@@ -12,13 +12,13 @@ from eagleray.base.errors import UserError
 from eagleray.config.tree import explain
 
 log = logging.getLogger(__name__)
-NO_MAPPING = re.compile(r"input should be a valid dictionary( or instance of \w+)?")  # pydantic's message
-LONGEST = 300  # most characters of an error about a file
+NO_MAPPING = re.compile(r"input should be a valid dictionary( or instance of \w+)?")  # pydantic's message: no mapping
+LONGEST = 300  # largest number of characters in an error about a file
 T = TypeVar("T")
 
 
 class Shape(BaseModel):
-    """The keys of a file that are checked. Their values are not converted, and the file may have other keys."""
+    """The keys of a file that are checked. Their values are not converted, and other keys are allowed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -44,7 +44,7 @@ class Optim(Shape):
 
 
 class Recipe(Shape):
-    """The keys of recipe.yaml that are read here. Others are not checked, as a plug-in may have brought them."""
+    """The keys of recipe.yaml that reports read. Other keys are not checked, because plug-ins may define them."""
 
     method: Named = Named()
     backbone: Network = Network()
@@ -55,7 +55,7 @@ class Recipe(Shape):
 
 
 class Environment(Shape):
-    """The keys of environment.json."""
+    """The keys of environment.json that reports read."""
 
     packages: dict[str, Any] | None = None
     gpus: list[str] | None = None
@@ -63,13 +63,13 @@ class Environment(Shape):
 
 
 class Phase(Shape):
-    """A phase of the run with smaller views or fewer patches, in plan.json."""
+    """An entry of plan.json: a phase of the training with smaller views or fewer patches."""
 
     until: int
 
 
 class Forecast(Shape):
-    """The keys of plan.json that are read here."""
+    """The keys of plan.json that reports read."""
 
     line: str
     memory: dict[str, float]
@@ -79,26 +79,26 @@ class Forecast(Shape):
 
 
 class Failure(Shape):
-    """The keys of the file in which a run's failure is stored."""
+    """The keys of the file that says why a run has failed."""
 
     why: str
 
 
 class Finding(Shape):
-    """A line of health.jsonl."""
+    """A line of health.jsonl: a problem that the run found."""
 
     kind: str
     text: str
 
 
 class Skipped(Shape):
-    """A line of skipped.jsonl."""
+    """A line of skipped.jsonl: a step whose gradients were not finite."""
 
     keys: list[str]
 
 
 class Bad(Shape):
-    """A line of quarantine.jsonl."""
+    """A line of quarantine.jsonl: a sample or a shard that could not be read."""
 
     shard: str
     key: str
@@ -106,7 +106,7 @@ class Bad(Shape):
 
 
 def check(kind: type[T], tree: Any, where: Path | str) -> T:
-    """Return the content of a file as `kind`. Raises UserError, which names the file, when it has another form."""
+    """Return the content `tree` of a file as `kind`. Raises UserError, which names the file, if it has another form."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as e:
@@ -115,7 +115,7 @@ def check(kind: type[T], tree: Any, where: Path | str) -> T:
 
 
 def complete(kind: type, lines: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that have the keys of `kind`, which a page shows, and warn of lines without them."""
+    """Return those lines of a file that have the keys of `kind`, and warn of the others, which a page cannot show."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def fits(line: dict[str, Any]) -> bool:

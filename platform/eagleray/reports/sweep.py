@@ -18,7 +18,7 @@ from eagleray.sweeps import plots
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, count_trials, in_words
 
-LONGEST = 40  # most letters of a trial's values in its name
+LONGEST = 40  # largest number of letters of the values in a trial's name
 
 CAPTIONS = {
     "keys": "The objective over each key that the sweep varies.",
@@ -29,8 +29,8 @@ CAPTIONS = {
 
 
 def page(folder: Path, out: str, pictures: Path) -> Page:
-    """Return the report of the sweep in `out`, a path or a URL, and write PNGs of its trials' curves into the folder
-    `pictures`. `folder` is a copy of the sweep on this machine. Raises UserError when a folder cannot be read."""
+    """Return the report of the sweep at `out`, a path or a URL, and write PNGs of its trials' curves into the folder
+    `pictures`. `folder` is a local copy of the sweep. Raises UserError when a folder cannot be read."""
     study = Study(config.load(Sweep, folder / "sweep.yaml"), out, folder=folder)
     best, keys, several = study.best(), study.keys(), len(study.sweep.alternatives) > 1
     columns = ["Trial", *["Alternative"] * several, *keys, "Steps", study.sweep.objective.key, "State", "Why"]
@@ -62,16 +62,16 @@ def page(folder: Path, out: str, pictures: Path) -> Page:
 
 
 def trials(out: str, count: int) -> str:
-    """Return a shell pattern for the `count` trials of a sweep: with `*` in a folder on this machine.
-    For a URL it has braces, which a shell expands without listing files."""
+    """Return a shell pattern for the folders of the `count` trials of a sweep. Locally this is `*`. For a URL, whose
+    files a shell cannot list, it has braces."""
     if store.folder_of(out):
         return f"{out}/trials/*"
     return f"{out}/trials/{{000..{count - 1:03d}}}" if count > 1 else f"{out}/trials/000"
 
 
 def stability(study: Study, pictures: Path) -> Section:
-    """Return the curves of kNN accuracy, loss and gradients of the trials in shared plots.
-    If there are too many trials to be told apart, a selection is shown, spread evenly from the worst to the best."""
+    """Return a section with the curves of kNN accuracy, loss and gradients of the trials in shared plots. If there are
+    too many trials to be told apart, those shown are spread evenly from the worst to the best."""
     rows = [r for r in study.rows.values() if r["metric"] is not None]
     rows = [r for r in rows if run_store(study.trial(r["id"])).list(layout.METRICS)]
     order = sorted(rows, key=lambda r: r["metric"])
@@ -88,7 +88,7 @@ def stability(study: Study, pictures: Path) -> Section:
 
 
 def trial_name(study: Study, row: Mapping[str, Any]) -> str:
-    """Return a trial's id with its values, such as `000: mocov3, 0.001`, or the id alone if the values are long."""
+    """Return the id of a trial with its values, such as `000: mocov3, 0.001`, or only the id if the values are long."""
     values = [in_words(value) for value in row["values"].values()]
     said = ", ".join([row["alternative"], *values] if len(study.sweep.alternatives) > 1 else values)
     return f"{row['id']}: {said}" if len(said) <= LONGEST else str(row["id"])

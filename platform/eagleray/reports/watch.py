@@ -1,4 +1,4 @@
-"""Serve a page about a run on this machine. While the run goes on, the page is generated anew at requests."""
+"""Serve a page about a run or a sweep on this machine. The page is made anew when a browser requests it."""
 
 import os
 import threading
@@ -20,8 +20,8 @@ from eagleray.storage import store
 from eagleray.sweeps.sweep_dir import sweep_folder
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")  # accepted host names: pages of other sites would have to use theirs (DNS rebinding)
-SECONDS = 10.0  # age in seconds from which a request gets a new page
+HOSTS = (LOOPBACK, "localhost")  # accepted Host headers; an attack by DNS rebinding would send another
+SECONDS = 10.0  # age of a page in seconds from which a request gets a new one
 
 
 class Watch:
@@ -66,8 +66,8 @@ class Watch:
 
     def page(self) -> Page:
         """Return the current page. If Eagleray cannot generate it, return the last page with a line that says why."""
-        with self._lock:  # only one browser's request draws the page
-            if time.monotonic() - self._drawn >= self.seconds:  # a finished run is drawn too, as it may be extended
+        with self._lock:  # of several requests at once, only one draws the page
+            if time.monotonic() - self._drawn >= self.seconds:  # finished runs are redrawn, too: they may be extended
                 try:
                     self._page = page_about(self.of)
                 except (UserError, Outage, OSError) as e:
@@ -81,16 +81,16 @@ watch = Watch  # lower case, as it is called like a function
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server that reports no errors of connections, such as of browsers that go away."""
+    """An HTTP server that does not report errors of connections, such as when browsers go away."""
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an error of a connection."""
+        """Ignore the error."""
 
 
 def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
-    """Return the class that answers the requests for a page."""
+    """Return the class that answers HTTP requests for the page of `watch`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -105,7 +105,7 @@ def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             if goes_on(page):
-                self.send_header("Refresh", f"{watch.seconds:g}")  # the browser loads it again and keeps its position
+                self.send_header("Refresh", f"{watch.seconds:g}")  # the browser reloads and keeps its position
             self.end_headers()
             self.wfile.write(body)
 
@@ -116,7 +116,7 @@ def handler_of(watch: Watch) -> type[BaseHTTPRequestHandler]:
 
 
 def page_about(url: str) -> Page:
-    """Return the report of a run or of a sweep. Raises UserError, and Outage when the store does not answer."""
+    """Return the report of a run or a sweep. Raises UserError if it fails, and Outage if the store does not answer."""
     place = url.rstrip("/")
     with TemporaryDirectory(prefix="eagleray-watch-") as pictures:
         if folder := sweep_folder(place):
@@ -125,5 +125,5 @@ def page_about(url: str) -> Page:
 
 
 def goes_on(page: Page) -> bool:
-    """Return whether a page may change: a run that was stopped or killed may be continued at any time."""
+    """Return whether the run of a page is not finished: if it was stopped or killed, it may still be continued."""
     return page.state != "finished"

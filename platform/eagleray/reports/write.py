@@ -74,15 +74,15 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None) -> li
 
 
 def mend(out: str, folder: Path, status: str) -> None:
-    """Tell MLflow with which `status` a run or a sweep has ended, if it was killed before it could do so. `folder`
-    holds the file with the id of its run in MLflow."""
+    """Tell MLflow with which `status` a run or a sweep has ended, because one that was killed could not do so. `folder`
+    holds the file with its id in MLflow."""
     note = folder / layout.MLFLOW
     if note.exists() and mlflow_run.mend(tracking_of(folder), note, status):
         run_store(out).share(note)
 
 
 def mend_sweep(out: str, folder: Path) -> None:
-    """Tell MLflow that a sweep and its trials on this machine have ended, unless somebody still works on them."""
+    """Tell MLflow that a sweep and its trials on this machine have ended, except those that a process still runs."""
     for place in (folder, *sorted(folder.glob("trials/*"))):
         where, held = (out, layout.COMMAND) if place == folder else (str(place), layout.OWNER)
         if not run_store(where).is_claimed(held):

@@ -1,6 +1,5 @@
-"""Build Mask R-CNN on the third of a ResNet's four stages, with the fourth as its head: "C4" (He et al. 2017,
-arXiv:1703.06870), as in Detectron2 and as MoCo fine-tunes it (He et al. 2020, arXiv:1911.05722).
-"""
+"""Build Mask R-CNN on the output of a ResNet's third stage, with the fourth stage as its head: "C4" (He et al. 2017,
+arXiv:1703.06870), as in Detectron2 and as MoCo fine-tunes it (He et al. 2020, arXiv:1911.05722)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,13 +30,13 @@ from eagleray.dense.detection.heads import (
 from eagleray.dense.feature_maps import COARSEST, SIZE, probe
 from eagleray.models.backbone import Backbone
 
-SCALES = (0.25, 0.5, 1, 2, 4)  # widths of a cell's anchors, relative to `anchor`
+SCALES = (0.25, 0.5, 1, 2, 4)  # widths of the anchors at each cell, relative to `anchor`
 HIDDEN = 256  # channels of the layer before the mask scores
-RANKED = {"training": 12_000, "testing": 6000}  # most proposals before non-maximum suppression, on the only map
+RANKED = {"training": 12_000, "testing": 6000}  # largest numbers of proposals, on the only map, before suppression
 
 
 class ThreeStages(nn.Module):
-    """Map images (B, 3, H, W) to the output (B, C, H / s, W / s) of a ResNet without its fourth stage, of stride s."""
+    """Map images (B, 3, H, W) to the output (B, C, H / s, W / s) of a ResNet's third stage, which has stride s."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -49,14 +48,15 @@ class ThreeStages(nn.Module):
 
 
 class MeanBoxPredictor(BoxPredictor):
-    """A box head that averages the cells of each of R regions (R, D, h, w); returns class scores and box offsets."""
+    """A box head that averages R regions (R, D, h, w) over their cells, and returns class scores and box offsets."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x.mean((2, 3)))
 
 
 class LastStage(Stage):
-    """The heads of C4. Boxes and masks come from the same features of a region, the output of the fourth stage."""
+    """The heads of C4. Boxes and masks of a region are predicted from the same features, the output of the fourth
+    stage."""
 
     def forward(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets = None
@@ -72,7 +72,7 @@ class LastStage(Stage):
     def mask_features(
         self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
     ) -> Tensor:
-        """Return the rows of the box head's features x whose regions have an object."""
+        """Return the rows of x, the box head's features, of the regions that have an object."""
         return x[torch.cat(labels) > 0]
 
 
@@ -89,9 +89,9 @@ def mask_rcnn_c4(
 ) -> GeneralizedRCNN:
     """Build Mask R-CNN from a ResNet, whose fourth stage is taken out of the backbone and becomes the head.
 
-    Anchors are `anchor` cells wide, and a quarter, half, twice and four times as much. Unless the batch norm of the
-    backbone is `frozen`, a batch norm layer is added after the fourth stage, as in MoCo (appendix). The other settings
-    are those of `heads.mask_rcnn`. Raises UserError when the backbone is no ResNet."""
+    The anchors of a cell are 1/4, 1/2, 1, 2 and 4 times `anchor` cells wide. Unless the backbone's batch norm is
+    `frozen`, a batch norm layer is added after the fourth stage (MoCo, appendix). The other settings are those of
+    `heads.mask_rcnn`. Raises UserError when the backbone is no ResNet."""
     model: Any = resnet(backbone, "head=c4")
     before, after = probe(backbone)[-2:]
     stride, channels, width = SIZE // before.shape[3], before.shape[1], after.shape[1]
@@ -124,7 +124,7 @@ def freeze(backbone: Backbone) -> None:
     Raises UserError when the backbone is no ResNet."""
     model = resnet(backbone, "frozen=true")
     device = next(model.parameters()).device
-    freeze_batch_norm_2d(model.cpu()).to(device)  # timm creates the new layers on the CPU
+    freeze_batch_norm_2d(model.cpu()).to(device)  # timm creates the frozen layers on the CPU
     for part in (model.conv1, model.bn1, model.layer1):
         part.requires_grad_(False)
 

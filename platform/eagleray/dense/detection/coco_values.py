@@ -1,4 +1,4 @@
-"""Checks the types and ranges of the values in a COCO file, because data files are not trusted."""
+"""Check the types and ranges of the values in a COCO file, because data files are not trusted."""
 
 import itertools
 import math
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-SIDE = 2**16  # longest side in pixels, more than that of any image that decodes
-MOST_TURNS = 100  # longest polygon, in units of the sum of its image's height and width
-PIXELS = 178_956_970  # pixels of the largest image that decodes
+SIDE = 2**16  # largest side of an image in pixels; images that decode are smaller
+MOST_TURNS = 100  # largest length of a polygon's outline, relative to height + width of its image
+PIXELS = 178_956_970  # largest number of pixels of an image that decodes
 
 
 def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield a line for each value of a wrong type or out of range, in a tree whose rows have all required keys."""
+    """Yield a line of text for each value of a wrong type or out of range. Rows must have all required keys."""
     for i, image in enumerate(tree["images"]):
         if not is_id(image["id"]):
             yield f"images[{i}].id is {shown(image['id'])}, expected a number or a text"
@@ -36,12 +36,12 @@ def wrong_values(tree: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def is_id(value: Any) -> bool:
-    """Return whether a value can be the id of a row: a whole number or a text."""
+    """Return whether a value can be the id of a row: an integer or a text."""
     return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def is_whole(value: Any, least: int, most: int) -> bool:
-    """Return whether a value is a whole number within bounds."""
+    """Return whether a value is an integer from `least` to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -63,7 +63,7 @@ def is_numbers(value: Any, least: int) -> bool:
 
 
 def is_mask(segmentation: Any, size: Sequence[int]) -> bool:
-    """Return whether a value is a mask of an image of `size` (H, W): polygons, or runs that cover the image exactly."""
+    """Return whether a value is a mask of an image of `size` (H, W): polygons, or runs that add up to H * W."""
     if isinstance(segmentation, dict):
         counts: Any = segmentation.get("counts")
         if isinstance(counts, str):
@@ -84,11 +84,11 @@ def is_polygon(value: Any, size: Sequence[int]) -> bool:
 
 
 def run_lengths(text: str) -> list[int]:
-    """Return the runs of one of COCO's compressed masks; an empty list for a text that is not such a mask.
+    """Return the runs of one of COCO's compressed masks, or an empty list if `text` is not such a mask.
 
-    A run is written in groups of five bits, the lowest first, each as the character 48 + bits, or 32 more if another
-    group follows. The fifth bit of the last group is the sign. From the fourth run on, a run is stored as its
-    difference to the run two before (COCO's maskApi.c, rleFrString)."""
+    A run is written in groups of five bits, the lowest first. The character of a group is 48 + bits, or 32 more if
+    another group follows. The fifth bit of the last group is the sign. From the fourth run on, the difference of a run
+    to the run two before is stored (COCO's maskApi.c, rleFrString)."""
     runs: list[int] = []
     value = shift = 0
     for character in text:
@@ -105,5 +105,5 @@ def run_lengths(text: str) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """Return the first 60 characters of a value's repr, for error messages."""
+    """Return the first 60 characters of the repr of a value, for error messages."""
     return repr(value)[:60]

@@ -1,7 +1,6 @@
 """Read images with boxes and masks in COCO's layout, file by file and in any order.
 
-Shards are not used, because they have one label for an image. Here an image has many objects, and images are few.
-"""
+Shards are not used: a shard has one label for an image, while here an image has many objects, and images are few."""
 
 import json
 import math
@@ -21,8 +20,8 @@ from eagleray.data.decode import BadImage, decode
 from eagleray.dense.detection.coco_values import is_mask, is_numbers, shown, wrong_values
 from eagleray.dense.detection.scores import area, to_mask
 
-FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # folders that may hold the images of a split
-CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels, for `draw_crop`
+FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # folders that may hold the images of split {}
+CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # in pixels; see `draw_crop`
 KEYS = {
     "images": ("id", "file_name", "height", "width"),
     "categories": ("id", "name"),
@@ -34,7 +33,7 @@ class Example(NamedTuple):
     """An image with n objects."""
 
     image: Tensor  # uint8 (3, H, W)
-    target: dict[str, Tensor]  # boxes (n, 4) x0 y0 x1 y1 in pixels; labels (n,) from 1 on; masks (n, H, W), 0 or 1
+    target: dict[str, Tensor]  # boxes (n, 4): x0 y0 x1 y1 in pixels; labels (n,), from 1; masks (n, H, W), 0 or 1
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Coco(Dataset[Example]):
     Classes are numbered from 1 in the order of their category ids, which may have gaps; 0 is the background."""
 
     file: Path
-    tree: dict[str, list[dict[str, Any]]]  # the content of the file; every annotation has `id`, `area` and `iscrowd`
+    tree: dict[str, list[dict[str, Any]]]  # content of `file`; each annotation has `id`, `area` and `iscrowd`
     paths: list[Path]  # files of the images
     objects: list[list[dict[str, Any]]]  # annotations of each image, crowds included
-    categories: dict[int, str]  # names by id, in order of ids
-    flip: bool = False  # whether half of the images are mirrored, in training
-    crop: int | None = None  # seed of random crops of half of the images, in training; None: no crops
+    categories: dict[int, str]  # names of categories by id, in ascending order
+    flip: bool = False  # whether a random half of the images is mirrored, for training
+    crop: int | None = None  # seed with which a random half of the images is cropped, for training; None: no crops
 
     @classmethod
     def of(cls, folder: Path, split: str) -> "Coco":
@@ -72,7 +71,7 @@ class Coco(Dataset[Example]):
         return len(self.paths)
 
     def __getitem__(self, at: tuple[int, int] | int) -> Example:
-        """Read the image with an index, or with an index and an epoch, which decides how it is mirrored and cropped.
+        """Read image `i`, or with `(i, epoch)` image `i` as it is mirrored and cropped at random in this epoch.
 
         Raises UserError as `image` does."""
         i, epoch = at if isinstance(at, tuple) else (at, 0)
@@ -80,13 +79,13 @@ class Coco(Dataset[Example]):
         if self.flip and np.random.default_rng((i, epoch)).random() < 0.5:
             image, target = mirror(image, target)
         if self.crop is not None:
-            rng = np.random.default_rng((self.crop, epoch, i, 1))  # the 1, as NumPy would ignore an i of 0 at the end
+            rng = np.random.default_rng((self.crop, epoch, i, 1))  # 1: NumPy ignores zeros at the end, such as i = 0
             if rng.random() < 0.5:
                 return cut(image, target, draw_crop(rng, (info["height"], info["width"])))
         return Example(image, target)
 
     def image(self, i: int) -> Tensor:
-        """Read the image with index i (3, H, W), uint8.
+        """Read image i (3, H, W), uint8.
 
         Raises UserError when it cannot be read, or does not have the size that the annotations state."""
         image, info = read_image(self.paths[i]), self.tree["images"][i]
@@ -134,11 +133,11 @@ def mirror(image: Tensor, target: dict[str, Tensor]) -> Example:
 
 
 def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Draw at random the part x0 y0 x1 y1 of an image of `shape` (H, W) that a crop keeps.
+    """Return a random part x0 y0 x1 y1 of an image of `shape` (H, W), to which it is cropped.
 
-    Its sides are those of DETR (Carion et al. 2020, arXiv:2005.12872) and of the Swin and SelfPatch detectors: 384 to
-    600 pixels of the image if its short side were resized to 400, 500 or 600 pixels. The image is not resized here, so
-    that its pixels are interpolated only once, by the resize that follows."""
+    As in DETR (Carion et al. 2020, arXiv:2005.12872) and the Swin and SelfPatch detectors, the sides are 384 to 600
+    pixels of an image whose short side is resized to 400, 500 or 600 pixels. Here the image is not resized before the
+    crop, so that its pixels are interpolated only once, by the resize that follows."""
     scale = min(rng.choice(CROP_SHORTS) / min(shape), CROP_LONGEST / max(shape))
     ranges = []
     for pixels in shape:
@@ -151,7 +150,7 @@ def draw_crop(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[int, in
 
 
 def cut(image: Tensor, target: dict[str, Tensor], part: tuple[int, int, int, int]) -> Example:
-    """Cut the part x0 y0 x1 y1 out of an image (3, H, W) and its objects.
+    """Crop an image (3, H, W) and its objects to the part x0 y0 x1 y1.
 
     Objects whose box is then less than a pixel wide or high are left out, so the result may have no objects."""
     x0, y0, x1, y1 = part
@@ -171,7 +170,7 @@ def read_image(path: Path) -> Tensor:
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read a COCO file and number its annotations from 1, as COCO's evaluation code takes the id 0 for "no annotation".
+    """Read a COCO file, and number its annotations from 1: in COCO's evaluation code, the id 0 means "no annotation".
 
     Raises UserError, which names the first problem, when the file is not valid."""
     with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
@@ -216,9 +215,7 @@ def problems(tree: Any) -> Iterator[str]:
 
 
 def image_paths(folder: Path, split: str, file: Path, images: Sequence[dict[str, Any]]) -> list[Path]:
-    """Return the paths of all images.
-
-    Raises UserError when an image is missing."""
+    """Return the paths of all images of a split. Raises UserError when an image is missing."""
     folders = [folder / name.format(split) for name in FOLDERS]
     images_folder = next((p for p in folders if os.path.isfile(p / images[0]["file_name"])), folders[0])
     paths = [images_folder / image["file_name"] for image in images]

@@ -33,17 +33,17 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual.draw import Tile, pixels, sheet
 from eagleray.storage.ordered_map import ordered_map
 
-CONFIDENT = 0.5  # least score of an object in the picture, and least probability of a pixel in a mask
-PICTURES = 4  # images in the picture
+CONFIDENT = 0.5  # lowest score of an object that is drawn, and lowest probability of a pixel in a mask
+PICTURES = 4  # number of images in the picture
 COLOURS = ("#d5402b", "#2f6fd0", "#e69a00", "#7a3fb0", "#2f8f4e", "#00a5b5", "#d6008f", "#7d5a28")
 
 
 def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Workspace) -> Outcome:
     """Fine-tune a copy of the backbone with a detector's heads, and measure average precision in percent.
 
-    `coco` is a folder in COCO's layout, whose split `train` is trained on and whose split `val` is tested on. A call
-    with the same arguments continues a stopped training from its checkpoint in the workspace. Several ranks share the
-    work; rank 0 returns the outcome, and writes pictures and checkpoints. Raises UserError when the schedule or the
+    `coco` is a folder in COCO's layout; the detector is trained on its split `train` and tested on its split `val`. A
+    call with the same arguments continues a stopped training from its checkpoint in the workspace. Several ranks share
+    the work; rank 0 returns the outcome, and writes pictures and checkpoints. Raises UserError when the schedule or the
     data are wrong, or the backbone does not fit them."""
     settings = load_schedule(protocol.schedule)
     train, val = Coco.of(coco, "train"), Coco.of(coco, "val")
@@ -52,7 +52,7 @@ def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Wo
     if not train.trainable():
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
-    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters require no gradients
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # as a momentum teacher's parameters are frozen
     weights = weights_digest(backbone)
     net = build(backbone, len(train.categories), settings)
     tag = digest(weights, config.chosen(settings), tree_digest(coco, times=True))
@@ -80,9 +80,9 @@ def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Wo
 
 
 def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.Module:
-    """Build the detector for a number of classes, on the backbone's device. The backbone becomes a part of it.
+    """Return a detector for this number of classes, on the backbone's device. The backbone becomes a part of it.
 
-    Raises UserError when the backbone's maps do not fit a feature pyramid, or a setting needs a ResNet."""
+    Raises UserError when the backbone's maps do not fit a feature pyramid, or when a setting needs a ResNet."""
     if settings.drop_path:
         set_drop_path(backbone.model, settings.drop_path)
     if settings.frozen:
@@ -105,8 +105,8 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
 
 @torch.inference_mode()
 def predictions(net: nn.Module, data: Coco) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield the index of each image of this rank's share, and its n predictions: boxes (n, 4), labels (n,), scores (n,)
-    and masks (n, 1, H, W)."""
+    """Yield, for each image of this rank's share, its index and its n predictions: boxes (n, 4), labels (n,), scores
+    (n,) and masks (n, 1, H, W)."""
     net.eval()
     device = next(net.parameters()).device
     mine = range(dist.rank(), len(data), dist.size())
@@ -134,8 +134,8 @@ def coco_results(data: Coco, i: int, result: dict[str, Tensor]) -> Iterator[dict
 def draw(data: Coco, results: list[tuple[int, dict[str, Tensor]]], path: Path) -> Path:
     """Draw images with their annotations on the left and their predictions on the right, and return `path`.
 
-    `results` are pairs from `predictions`: the index of an image and its predictions, of which those with a score of at
-    least CONFIDENT are drawn. The picture is written to `path`."""
+    `results` are pairs from `predictions`. Only predictions with a score of at least CONFIDENT are drawn. The picture
+    is written to `path`."""
     lines = {}
     for i, result in results:
         image, target = data[i]
@@ -150,7 +150,7 @@ def draw(data: Coco, results: list[tuple[int, dict[str, Tensor]]], path: Path) -
 
 
 def counts(data: Coco, objects: dict[str, Tensor]) -> str:
-    """Describe in words how many objects of each class there are."""
+    """Return the number of objects of the two most frequent classes as text."""
     each = Counter(list(data.categories.values())[int(y) - 1] for y in objects["labels"])
     return ", ".join(f"{n} {name}" for name, n in each.most_common(2)) + (", ..." if len(each) > 2 else "") or "nothing"
 

@@ -1,7 +1,7 @@
 """Build Mask R-CNN (He et al. 2017, arXiv:1703.06870) and Cascade Mask R-CNN (Cai and Vasconcelos 2018,
 arXiv:1712.00726) from torchvision's parts.
 
-There are R regions and C classes, of which class 0 is the background."""
+R is the number of regions, and C the number of classes; class 0 is the background."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,16 +23,16 @@ from eagleray.dense.detection.pyramid import FeaturePyramid
 Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None
 Shapes = list[tuple[int, int]]  # height and width of each image
-RATIOS = (0.5, 1.0, 2.0)  # height over width of the anchors
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # statistics of ImageNet's pixels, from 0 to 1
-HIDDEN = 1024  # width of the two layers of a box head
-# For each stage of a cascade: the least IoU of a region with its object, the factor of the box offsets, and the weight
-# of its losses (Cai and Vasconcelos, section 4; the weights are mmdetection's).
+RATIOS = (0.5, 1.0, 2.0)  # aspect ratios of the anchors: height / width
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels with values from 0 to 1
+HIDDEN = 1024  # width of the two hidden layers of a box head
+# For each stage of a cascade: the lowest IoU of a region with its object, the factor of the box offsets (Cai and
+# Vasconcelos, section 4), and the weight of the losses (mmdetection).
 STAGES = ((0.5, 10.0, 1.0), (0.6, 20.0, 0.5), (0.7, 30.0, 0.25))
 
 
 class Proposals(RPNHead):
-    """A region proposal head with float32 outputs even in mixed precision: bfloat16 is too coarse for box offsets."""
+    """A region proposal head with float32 outputs even in mixed precision; bfloat16 is too coarse for box offsets."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         scores, offsets = super().forward(x)
@@ -40,7 +40,7 @@ class Proposals(RPNHead):
 
 
 class BoxPredictor(FastRCNNPredictor):
-    """A box head that returns class scores (R, C) and box offsets (R, 4 C) in float32.
+    """A box head that returns class scores (R, C) and box offsets in float32: (R, 4 C), one box for each class.
 
     With `shared`, the offsets are the same for all classes."""
 
@@ -55,7 +55,7 @@ class BoxPredictor(FastRCNNPredictor):
 
 
 class Stage(RoIHeads):
-    """torchvision's box and mask heads, or one stage of a cascade of them, whose box losses may be L1 or GIoU."""
+    """torchvision's box and mask heads, alone or as a stage of a cascade. The loss of boxes may also be L1 or GIoU."""
 
     def __init__(self, *args: Any, parts: Parts, giou: bool = False, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -73,7 +73,8 @@ class Stage(RoIHeads):
     def losses(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
     ) -> tuple[Losses, list[Tensor], Tensor]:
-        """Return the losses, the regions of each image that were sampled for them, and the regions' offsets (R, 4)."""
+        """Return the losses, the regions sampled for them in each image, and the predicted offsets (R, 4) of the
+        regions."""
         assert targets is not None
         regions, matches, labels, box_targets = self.select_training_samples(proposals, targets)
         x = self.box_head(self.box_roi_pool(features, regions, shapes))
@@ -93,9 +94,9 @@ class Stage(RoIHeads):
     def mask_features(
         self, features: dict[str, Tensor], boxes: list[Tensor], shapes: Shapes, x: Tensor, labels: list[Tensor]
     ) -> Tensor:
-        """Return the features for the masks of `boxes`, the regions with a label above 0.
+        """Return the features from which the masks of `boxes` are predicted: the regions whose label is above 0.
 
-        `x` are the outputs of the box head for all regions, which heads without a mask branch of their own may use."""
+        `x` is the output of the box head for all regions. Subclasses without a separate mask head return rows of it."""
         out: Tensor = self.mask_head(self.mask_roi_pool(features, boxes, shapes))
         return out
 
@@ -112,10 +113,10 @@ def mask_rcnn(
     parts: Parts = "torchvision",
     convolutions: bool = False,
 ) -> GeneralizedRCNN:
-    """Build Mask R-CNN, or its cascade, on a feature pyramid.
+    """Build Mask R-CNN or, with `cascade`, Cascade Mask R-CNN on a feature pyramid.
 
     Anchors are `anchor` cells wide, and `regions` regions of each image enter the loss. With `convolutions`, a box head
-    has four convolutions and one linear layer, as in Swin's code, and the stages of a cascade have offsets for each
+    has four convolutions and one linear layer, as in Swin's code, and each stage of a cascade predicts offsets for each
     class. The other settings are those of `assemble`."""
     anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
     stages = [
@@ -157,11 +158,11 @@ def assemble(
     divisor: int,
     parts: Parts,
 ) -> GeneralizedRCNN:
-    """Build torchvision's model from its parts. It resizes and normalises images with values from 0 to 1 itself.
+    """Build torchvision's model from its parts. The model itself resizes and normalises images with values from 0 to 1.
 
     In training the short side of an image is drawn from `sizes`; otherwise it is the last of them. `longest` limits the
     long side, and both sides are padded to multiples of `divisor`. On each map the best `ranked` proposals enter
-    non-maximum suppression; `kept` proposals of an image remain after it in training, and 1000 otherwise."""
+    non-maximum suppression. In training, `kept` proposals of an image remain after it, otherwise 1000."""
     network = L1Proposals if parts == "detectron2" else RegionProposalNetwork
     rpn = network(anchors, proposals, 0.7, 0.3, 256, 0.5, ranked, {"training": kept, "testing": 1000}, 0.7)
     transform = GeneralizedRCNNTransform(tuple(sizes), longest, MEAN, STD, size_divisible=divisor)  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ def roi_heads(
     parts: Parts,
     convolutions: bool,
 ) -> Stage:
-    """Build the box and mask heads of one stage of the cascade. Mask R-CNN has the first stage only."""
+    """Build the box and mask heads of one `stage` of STAGES. Mask R-CNN has only the first stage of a cascade."""
     channels, strides = pyramid.out_channels, pyramid.strides[:-1]
     box_head = (
         FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [HIDDEN], norm_layer=nn.BatchNorm2d)
@@ -214,7 +215,7 @@ def matching(stage: tuple[float, float, float], regions: int) -> dict[str, Any]:
 
 
 class Cascade(nn.Module):
-    """A cascade of heads, each of which refines the boxes of the previous one.
+    """A cascade of stages, each of which refines the boxes of the previous one.
 
     Scores and masks are means over the stages, and the boxes are those of the last stage."""
 
@@ -234,7 +235,7 @@ class Cascade(nn.Module):
         return self.detect(features, proposals, shapes), {}
 
     def losses(self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets) -> Losses:
-        """Return the weighted losses of every stage."""
+        """Return the losses of all stages, each times the weight of its stage."""
         losses: Losses = {}
         for i, (heads, (_, _, weight)) in enumerate(zip(self.stages, STAGES, strict=True)):
             own, regions, offsets = heads.losses(features, proposals, shapes, targets)
@@ -244,13 +245,13 @@ class Cascade(nn.Module):
         return losses
 
     def detect(self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes) -> list[dict[str, Tensor]]:
-        """Return boxes, scores, labels and masks of each image."""
+        """Return the boxes, scores, labels and masks of the objects in each image."""
         probabilities, inputs, offsets, scores = [], proposals, torch.empty(0), torch.empty(0)
         for i, heads in enumerate(self.stages):
             inputs = proposals if i == 0 else refine(self.stages[i - 1], own(offsets, scores), inputs, shapes)  # type: ignore[arg-type]
             scores, offsets = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, inputs, shapes)))
             probabilities.append(scores.softmax(1))
-        mean = torch.stack(probabilities).mean(0).log()  # the softmax that torchvision applies returns the mean again
+        mean = torch.stack(probabilities).mean(0).log()  # torchvision applies a softmax, which undoes this log
         results = self.stages[-1].postprocess_detections(mean, offsets, inputs, shapes)
         out = [{"boxes": b, "scores": s, "labels": y} for b, s, y in zip(*results, strict=True)]
         boxes, labels = [r["boxes"] for r in out], [r["labels"] for r in out]
@@ -264,8 +265,8 @@ class Cascade(nn.Module):
 
 
 def refine(heads: RoIHeads, offsets: Tensor, boxes: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """Move the boxes of each image by the first four columns of their offsets, and clip them to the image.
+    """Move the boxes of each image by the first four columns of `offsets`, and clip them to the image.
 
-    The offsets (R, 4 or more) are those of the regions of all images."""
+    `offsets` (R, 4 or more) are those of the regions of all images."""
     refined = heads.box_coder.decode(offsets[:, :4], boxes).view(-1, 4).split([len(b) for b in boxes])
     return [clip_boxes_to_image(b, shape) for b, shape in zip(refined, shapes, strict=True)]

@@ -8,16 +8,14 @@ from eagleray.base.errors import UserError
 from eagleray.dense.feature_maps import Maps
 from eagleray.models.backbone import Backbone
 
-TAPS = (4, 6, 8, 12)  # blocks whose outputs are read from a ViT, counted as if it had twelve (SelfPatch)
+TAPS = (4, 6, 8, 12)  # blocks of a ViT of twelve whose outputs are read; scaled for other depths (SelfPatch)
 
 
 class FeaturePyramid(nn.Module):
-    """Map images (B, 3, H, W) to named feature maps (B, channels, H / s, W / s), one for each s of `strides`, the
-    finest first.
+    """Map images (B, 3, H, W) to named feature maps (B, channels, H / s, W / s), finest first, for each s of `strides`.
 
-    The last map, `pool`, is used for region proposals only.
-
-    Raises UserError when the backbone has no feature maps from which a pyramid can be built."""
+    The last map, `pool`, is used for region proposals only. Raises UserError when the backbone has no feature maps from
+    which a pyramid can be built."""
 
     def __init__(self, backbone: Backbone, channels: int = 256) -> None:
         super().__init__()
@@ -32,7 +30,7 @@ class FeaturePyramid(nn.Module):
 
 
 def strides(steps: list[float]) -> list[int]:
-    """Return the distance in pixels between neighbouring cells, for each map and for the additional map `pool`.
+    """Return the distance in pixels between neighbouring cells of each map, `steps`, and of the additional map `pool`.
 
     Raises UserError when a distance is not a power of two, as anchors and regions would not match the cells."""
     if any(step < 1 or step != 2 ** (int(step).bit_length() - 1) for step in steps):

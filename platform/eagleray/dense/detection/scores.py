@@ -1,6 +1,6 @@
 """Compute COCO's average precision of boxes and masks, and convert between its formats of masks.
 
-A mask is stored as polygons or as runs, the lengths of alternating runs of pixels outside and inside the object."""
+A mask is stored as polygons or as runs: the lengths of alternating series of pixels outside and inside the object."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from faster_coco_eval import mask as runs
 from numpy.typing import NDArray
 
 KINDS = {"bbox": "box", "segm": "mask"}
-# faster_coco_eval's names of average precisions, and ours. `ap` is the mean over IoU thresholds from 0.5 to 0.95. Small
-# objects have fewer than 32 x 32 pixels, large ones more than 96 x 96.
+# Maps faster_coco_eval's names of average precisions to ours. `ap` is the mean over IoU thresholds from 0.5 to 0.95.
+# Small objects have fewer than 32 x 32 pixels, and large ones more than 96 x 96.
 NAMES = {"AP_all": "ap", "AP_50": "ap50", "AP_75": "ap75"}
 NAMES |= {"AP_small": "ap_small", "AP_medium": "ap_medium", "AP_large": "ap_large"}
 
@@ -50,7 +50,7 @@ def scores(truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> di
     average precision for this size is left out."""
     out: dict[str, float] = {}
     for kind, name in KINDS.items():
-        # COCO's code takes the size of a result from its box if there is one, so results for masks must not have boxes.
+        # COCO's code takes the area of a result from its box if it has one, so results for masks must have none.
         unwanted = "segmentation" if kind == "bbox" else "bbox"
         annotations = COCO(dict(truth))
         predictions = [{k: v for k, v in r.items() if k != unwanted} for r in results]

@@ -28,18 +28,18 @@ from eagleray.storage.ordered_map import ordered_map
 FOLDER = "pipelines/detection"
 THREADS = 8  # number of threads that read and decode images
 
-# The folder of a training is named by a digest of the settings that differ from their defaults, so that a training
-# continues when a later version adds settings.
+# The folder of a training is named after a digest of its settings that are not at their defaults. So a training can be
+# continued by a later version with more settings.
 
 
 @validated_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DetectionSchedule:
-    """The settings of a detector's training, as in the files of pipelines/detection."""
+    """The settings of a detector's training, which are the keys of the files in pipelines/detection."""
 
-    cascade: bool = False  # three stages of heads instead of one
-    head: Literal["fpn", "c4"] = "fpn"  # fpn: on a pyramid of maps; c4: a ResNet's last stage, on the stage before it
-    convolutions: bool = False  # box heads with four convolutions, a GIoU loss and, in cascades, offsets per class
-    parts: Parts = "torchvision"  # library that regions and box losses follow; mmdetection follows detectron2
+    cascade: bool = False  # whether there are three stages of heads instead of one
+    head: Literal["fpn", "c4"] = "fpn"  # fpn: heads on a feature pyramid; c4: a ResNet's last stage is the head
+    convolutions: bool = False  # box heads with four convolutions, GIoU loss and, in cascades, offsets per class
+    parts: Parts = "torchvision"  # whose regions and box losses to use; mmdetection has those of detectron2
     frozen: bool = False  # whether a ResNet's stem, first stage and batch norm are not trained
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16
@@ -47,11 +47,11 @@ class DetectionSchedule:
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd: with momentum 0.9
     weight_decay: float = 0.05
     drop_path: Share = 0.05
-    sizes: tuple[PositiveInt, ...] = (800,)  # short sides in pixels: one is drawn in training, the last is for tests
+    sizes: tuple[PositiveInt, ...] = (800,)  # short sides in pixels: training draws one, tests take the last
     longest: PositiveInt = 1333  # longest side of an image in pixels
     crop: bool = False  # whether half of the training images are cropped before resizing, as in DETR
-    channels: PositiveInt = 256  # width of the pyramid's maps
-    regions: PositiveInt = 512  # number of regions of an image in the loss
+    channels: PositiveInt = 256  # number of channels of the pyramid's maps
+    regions: PositiveInt = 512  # number of regions of an image that enter the loss
     anchor: PositiveFloat = 8.0  # width of an anchor in cells
     seed: NonNegativeInt = 0
 
@@ -95,20 +95,20 @@ class Learner(Trainee):
         self.net, self.seed = net, seed
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the loss and its parts: means over the regions that this rank has sampled, as in mmdetection."""
+        """Return the loss and its parts, means over the regions that this rank has sampled, as in mmdetection."""
         device = next(self.parameters()).device
         if len(batch.rows) > 1:
             transform: Any = self.net.transform
             sizes = draw_sizes(transform.min_size, (self.seed, at.step, 0), sum(batch.rows))
             upcoming = iter([sizes[row] for row in own(batch.rows)])
-            transform.torch_choice = lambda _: next(upcoming)  # replaces torchvision's draw
+            transform.torch_choice = lambda _: next(upcoming)  # replaces torchvision's random choice of a size
         images = [x.image.to(device).float() / 255 for x in batch.examples]
         losses = self.net(images, [{k: v.to(device) for k, v in x.target.items()} for x in batch.examples])
         return {"loss": torch.stack(list(losses.values())).sum(), **losses}
 
 
 def draw_sizes(sizes: Sequence[int], seed: tuple[int, ...], count: int) -> list[int]:
-    """Draw the short side of each image of a global batch, as torchvision draws them in one process."""
+    """Draw the short side of each of the `count` images of a global batch, as torchvision does in one process."""
     generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFF)
     return [sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes)), generator=generator))] for _ in range(count)]
 
@@ -140,11 +140,11 @@ def fit(net: nn.Module, data: Coco, settings: DetectionSchedule, folder: str, sc
 def batches(
     data: Coco, images: Sequence[int], settings: DetectionSchedule, rows: tuple[int, ...], start: int
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield this rank's part of the training batches from step `start` on; `rows` has the number of images of each
-    rank.
+    """Yield this rank's part of each training batch from step `start` on. `rows` are the numbers of images of all
+    ranks.
 
-    Every epoch visits the images in a new order and leaves out the last ones that do not fill a batch. Threads read the
-    images of the next steps in the background."""
+    Every epoch visits the images in a new order, and leaves out the last ones if they do not fill a batch. Threads read
+    the images of the next steps in the background."""
     batch, mine = sum(rows), own(rows)
     steps = len(images) // batch
 

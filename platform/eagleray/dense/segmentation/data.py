@@ -1,7 +1,7 @@
 """Read images with a class for every pixel from folders in one of three layouts, and crop them as mmsegmentation does.
 
-The layouts are those of ADE20K and of CamVid (as published with SegNet), and a plain one of images and masks with the
-same names."""
+Two layouts are those of ADE20K and of CamVid (as published with SegNet). The third has folders of images and folders of
+masks with the same names."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ from eagleray.data.pixels import decoding
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
-IGNORED = 255  # class of pixels without a class
-NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # names in classes.txt that are not classes
+IGNORED = 255  # value that marks pixels without a class
+NO_CLASS = ("unlabelled", "unlabeled", "void", "ignore")  # names in classes.txt that mark pixels without a class
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
-WIDEST = 4  # limit of the long side, in units of `size`, as in mmsegmentation's (2048, 512)
-RATIOS = (0.5, 2.0)  # range of the short side in training, in units of `size`
-LARGEST, TRIES = 0.75, 10  # largest share of a class in a crop, and most attempts to draw such a crop
+WIDEST = 4  # largest long side relative to `size`, as in mmsegmentation's (2048, 512)
+RATIOS = (0.5, 2.0)  # range of the short side in training, relative to `size`
+LARGEST, TRIES = 0.75, 10  # largest share of one class in a crop; largest number of attempts to draw such a crop
 # Ranges of the factors of brightness and saturation, and of the shift of the hue; each applies to half of the images.
 JITTER = (
     (photometric.brightness, 0.875, 1.125),
@@ -39,12 +39,12 @@ JITTER = (
 
 
 class Layout(NamedTuple):
-    """The folders of images and of masks for training and validation, and how masks number the classes."""
+    """The folders (images, masks) for training and for validation, and how the values of a mask number the classes."""
 
     train: tuple[str, str]
     val: tuple[str, str]
-    first: int = 0  # value of the first class in a mask; smaller values are ignored
-    classes: int | None = None  # number of classes if no file names them; None: counted in training masks
+    first: int = 0  # value of the first class in a mask; pixels with smaller values have no class
+    classes: int | None = None  # number of classes if no file names them; None: from the values in training masks
 
 
 LAYOUTS = (
@@ -68,7 +68,7 @@ class Masks:
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
     classes: tuple[str, ...]
-    table: NDArray[np.int16]  # (256,) the class of each value in a mask, IGNORED, or -1 for a value that must not occur
+    table: NDArray[np.int16]  # (256,) class of each value in a mask; IGNORED: no class; -1: wrong value
 
     @classmethod
     def of(cls, folder: Path) -> "Masks":
@@ -94,8 +94,8 @@ class Masks:
     def read(self, pair: Pair) -> tuple[Tensor, Tensor]:
         """Read an image (3, H, W), uint8, and the classes of its pixels (H, W), uint8.
 
-        Raises UserError when a file does not decode, when image and mask differ in size, or when a value in the mask is
-        not the number of a class."""
+        Raises UserError when a file does not decode, when image and mask differ in size, or when a value in the mask
+        does not stand for a class."""
         with explained(str(pair.image), BadImage):
             image = decode(pair.image.read_bytes())
         values = read_mask(pair.mask)
@@ -127,7 +127,7 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Read the names of the classes from classes.txt, one in each line, or from ADE20K's list; empty without these."""
+    """Return the class names in classes.txt, one in each line, or in ADE20K's list; none if there is no such file."""
     if (path := folder / "classes.txt").is_file():
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():
@@ -136,7 +136,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def highest(train: Sequence[Pair]) -> int:
-    """Return the highest class number in the masks."""
+    """Return the highest value in the training masks, apart from IGNORED."""
     return max(int(np.where(v == IGNORED, 0, v).max()) for v in ordered_map(read_mask, [p.mask for p in train]))
 
 
@@ -154,19 +154,18 @@ def read_mask(path: Path) -> NDArray[np.int64]:
 def resized_shape(image: Tensor, size: int, ratio: float = 1.0) -> tuple[int, int]:
     """Return the height and width to which an image (..., H, W) is resized.
 
-    The short side becomes `ratio` times `size`. It becomes less if the long side would otherwise exceed WIDEST times
-    `ratio` times `size`."""
+    The short side becomes `ratio` * `size`, or less if the long side would exceed WIDEST * `ratio` * `size`."""
     short, long = sorted(image.shape[-2:])
     scale = ratio * size * min(1 / short, WIDEST / long)
     return max(round(image.shape[-2] * scale), 1), max(round(image.shape[-1] * scale), 1)
 
 
 def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) -> tuple[Tensor, Tensor]:
-    """Return a random training crop of an image (3, H, W), uint8, and of the classes of its pixels (H, W).
+    """Return a random training crop of an image (3, H, W), uint8, and of the classes `mask` (H, W) of its pixels.
 
     Image and classes are resized and mirrored at random, and the colours of the image are distorted. The results are a
-    normalised image (3, size, size) and its classes (size, size). At the bottom and on the right, the image is padded
-    with zeros and the classes with IGNORED."""
+    normalised image (3, size, size) and its classes (size, size). Where the resized image is smaller, it is padded at
+    the bottom and on the right with zeros, and its classes with IGNORED."""
     shape = list(resized_shape(image, size, rng.uniform(*RATIOS)))
     image = resize(image, shape, InterpolationMode.BILINEAR, antialias=True)
     mask = resize(mask[None], shape, InterpolationMode.NEAREST_EXACT)[0]
@@ -185,7 +184,7 @@ def crop(image: Tensor, mask: Tensor, rng: np.random.Generator, *, size: int) ->
 
 
 def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Distort the colours of an image (1, 3, h, w), from 0 to 1, at random.
+    """Distort the colours of an image (1, 3, h, w), with values from 0 to 1, at random.
 
     The contrast changes either before or after saturation and hue."""
     contrast = (photometric.contrast, 0.5, 1.5)
@@ -199,10 +198,11 @@ def distort(x: Tensor, rng: np.random.Generator) -> Tensor:
 def crops(
     masks: Masks, *, start: int, stop: int, batch: int, rows: range, size: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's `rows` of the training batches from step `start` to `stop` - 1.
+    """Yield this rank's `rows` of the training batches of the steps from `start` to `stop` - 1.
 
     These are crops (B, 3, size, size) and their classes (B, size, size), int64. Every epoch visits all training images
-    in a new order. A batch is the same whatever `start` is. Raises UserError when an image or a mask cannot be read."""
+    in a new order. A step's batch does not depend on `start`. Raises UserError when an image or a mask cannot be
+    read."""
     n = len(masks.train)
 
     def load(k: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 arXiv:1901.02446) and UPerNet (Xiao et al. 2018, arXiv:1807.10221).
 
 Both follow mmsegmentation, with which the papers' results were computed. Feature maps are (B, C, h, w), ordered from
-the finest to the coarsest; there are K classes."""
+the finest to the coarsest; K is the number of classes."""
 
 from collections.abc import Sequence
 
@@ -28,15 +28,15 @@ def classify(inside: int, classes: int) -> nn.Module:
 
 
 def resized(x: Tensor, like: Tensor) -> Tensor:
-    """Resize a feature map to the height and width of the map `like`."""
+    """Resize a feature map x to the height and width of the map `like`."""
     return F.interpolate(x, like.shape[2:], mode="bilinear")
 
 
 class SemanticFPN(nn.Module):
     """The head of Semantic FPN, on a feature pyramid with `width` channels.
 
-    Level i of the pyramid passes through i convolutions with half as many channels, each followed by an upsampling by
-    2. The class scores are computed from the sum of all levels."""
+    Level i >= 1 of the pyramid passes through i convolutions to half as many channels, each followed by an upsampling
+    by 2. Level 0 passes through one convolution. The class scores are computed from the sum of all levels."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 256) -> None:
         super().__init__()
@@ -44,26 +44,26 @@ class SemanticFPN(nn.Module):
         self.fpn = FeaturePyramidNetwork(list(dims), width)
         self.levels = nn.ModuleList()
         for level in range(len(dims)):
-            # The first level has one convolution and is not enlarged.
+            # Level 0 has one convolution and no upsampling.
             up = [nn.Upsample(scale_factor=2, mode="bilinear")] if level else []
             inside = [width] + [narrow] * max(level - 1, 0)
             self.levels.append(nn.Sequential(*(m for c in inside for m in (conv(c, narrow), *up))))
         self.classify = classify(narrow, classes)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return a list of one tensor: class scores (B, K, h, w) at the size of the finest map."""
+        """Return a list with one tensor: the class scores (B, K, h, w) at the size of the finest map."""
         pyramid = self.fpn({str(i): x for i, x in enumerate(maps)}).values()
         enlarged = [level(x) for level, x in zip(self.levels, pyramid, strict=True)]
-        # A ViT's maps have one size; as in SelfPatch's code, they are enlarged as if they differed, then shrunk again.
+        # Maps of equal size, as of a ViT, are enlarged, too, and then shrunk again, as in SelfPatch's code.
         return [self.classify(sum(resized(x, maps[0]) for x in enlarged))]
 
 
 class UPerNet(nn.Module):
-    """The head of UPerNet: pyramid pooling, a feature pyramid and, in training, a second classifier.
+    """The head of UPerNet: pyramid pooling, a feature pyramid and, in training, an auxiliary classifier.
 
     Pyramid pooling averages the coarsest map over 1, 4, 9 and 36 parts of the image. The feature pyramid is built on
-    the result, and the class scores are computed from all its levels, concatenated. In training a second classifier of
-    half the width reads the second coarsest map."""
+    the result, and the class scores are computed from all its levels, concatenated. The auxiliary classifier, of half
+    the width, reads the second coarsest map."""
 
     def __init__(self, dims: Sequence[int], classes: int, *, width: int = 512) -> None:
         super().__init__()
@@ -80,7 +80,8 @@ class UPerNet(nn.Module):
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Return a list of class scores (B, K, h, w) at the size of the finest map.
 
-        In training the list has a second entry, the scores of the second classifier."""
+        In training it has a second entry: the scores of the auxiliary classifier, at the size of the second coarsest
+        map."""
         coarse = maps[-1]
         levels = [self.pooled(torch.cat([coarse, *(resized(pool(coarse), coarse) for pool in self.pools)], 1))]
         for lateral, x in zip(self.lateral[::-1], maps[-2::-1], strict=True):

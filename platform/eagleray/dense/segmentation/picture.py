@@ -15,24 +15,24 @@ from eagleray.base.plotting import DPI
 from eagleray.dense.segmentation.data import IGNORED
 from eagleray.dense.segmentation.scores import class_scores
 
-GOLDEN = 0.618034  # step of the hue from class to class, as a share of the colour circle: the golden ratio
+GOLDEN = 0.618034  # difference of hue between successive classes, as a share of the colour circle (golden ratio)
 NONE = (32, 32, 32)  # colour of pixels without a class
 WIDTH = 3.2  # width of an image in inches
-NAMES = 40  # most names in a legend
+NAMES = 40  # largest number of names in a legend
 
 
 class Comparison(NamedTuple):
     """An image with its true and its predicted classes."""
 
     image: Tensor  # (3, H, W) uint8
-    truth: Tensor  # (H, W) classes, IGNORED for pixels without a class
-    prediction: Tensor  # (H, W) classes
+    truth: Tensor  # (H, W) true classes; IGNORED: no class
+    prediction: Tensor  # (H, W) predicted classes
 
 
 def colours(classes: int) -> NDArray[np.uint8]:
-    """Return a table of colours (256, 3), in which row c is the colour of class c.
+    """Return a table of colours (256, 3): row c is the colour of class c.
 
-    All rows from `classes` on have the colour of pixels without a class."""
+    The rows from `classes` on have the colour of pixels without a class."""
     out = np.full((256, 3), NONE, np.uint8)
     for i in range(classes):
         r, g, b = colorsys.hsv_to_rgb(i * GOLDEN % 1, (0.75, 0.45)[i % 2], (0.95, 0.75, 0.55)[i % 3])
@@ -41,7 +41,7 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> None:
-    """Draw a row for each image: image, true and predicted classes. A legend names the classes that occur."""
+    """Draw a row for each image: image, true classes and predicted classes. A legend names the classes that occur."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -73,7 +73,7 @@ def draw(path: Path, samples: Sequence[Comparison], classes: Sequence[str]) -> N
 def table(path: Path, classes: Sequence[str], counts: Tensor) -> None:
     """Write a CSV file with a row for each class: IoU and accuracy in percent, and the number of pixels.
 
-    They are computed from a confusion matrix (K, K). The scores of a class without pixels are empty."""
+    `counts` (K, K) is a confusion matrix. The scores of a class without pixels are empty."""
     iou, accuracy = class_scores(counts)
     with path.open("w", newline="") as f:
         writer = csv.writer(f)

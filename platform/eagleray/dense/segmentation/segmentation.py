@@ -1,8 +1,8 @@
 """Fine-tune a backbone for semantic segmentation, with a head that predicts the class of every pixel.
 
 The head is Semantic FPN, as in SelfPatch (Yun et al. 2022, arXiv:2206.07990, supplement A and its code), or UPerNet, as
-in Swin (Liu et al. 2021, arXiv:2103.14030, appendix A2.3). UPerNet's settings for ADE20K are also used by SelfPatch
-(supplement C) and DRLoc (Liu et al. 2021, arXiv:2106.03746, appendix B.2). There are K classes."""
+in Swin (Liu et al. 2021, arXiv:2103.14030, appendix A2.3). SelfPatch (supplement C) and DRLoc (Liu et al. 2021,
+arXiv:2106.03746, appendix B.2) also use UPerNet's settings for ADE20K. K is the number of classes."""
 
 import copy
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Workspace
 from eagleray.storage.ordered_map import ordered_map
 
-WARMUP, RATIO = 1500, 1e-6  # steps of warm-up, and the share of the learning rate at its start
-SHORT = 10  # least number of training steps for each step of warm-up, in a short training
-HELPER = 0.4  # weight of UPerNet's second classifier
-PICTURES = 4  # images in the picture
+WARMUP, RATIO = 1500, 1e-6  # number of warm-up steps, and the factor of the learning rate at their start
+SHORT = 10  # a short training warms up in a tenth of its steps
+HELPER = 0.4  # weight of the loss of UPerNet's auxiliary classifier
+PICTURES = 4  # number of images in the picture
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class HeadSettings:
     """A type of segmentation head, and the settings with which the papers train it."""
 
     make: type[SemanticFPN] | type[UPerNet]
-    width: int  # channels
+    width: int  # number of channels
     steps: int
     drop_path: float
-    taps: tuple[int, ...]  # blocks whose outputs are read from a ViT, counted as if it had twelve
-    rescale: bool  # whether a ViT's maps become a pyramid
+    taps: tuple[int, ...]  # blocks of a ViT whose outputs are read, counted as if it had twelve
+    rescale: bool  # whether a ViT's maps are rescaled to a pyramid of grids
 
 
 HEADS = {
@@ -59,16 +59,15 @@ HEADS = {
 def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, workspace: Workspace) -> Outcome:
     """Fine-tune a copy of the backbone on the training images of `folder`, and test it on the validation images.
 
-    mIoU, mAcc and aAcc are measured in percent, and with `multi_scale` also with predictions averaged over six sizes
-    and mirror images. A call with the same arguments continues a stopped training from its checkpoint in the workspace.
-    Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints.
-
-    Raises UserError when a setting or the data are wrong, or the backbone does not fit them."""
+    mIoU, mAcc and aAcc are measured in percent. With `multi_scale` they are also measured for predictions averaged over
+    six sizes and mirror images. A call with the same arguments continues a stopped training from its checkpoint in the
+    workspace. Several ranks share the work; rank 0 returns the outcome, and writes pictures and checkpoints. Raises
+    UserError when a setting or the data are wrong, or the backbone does not fit them."""
     check(protocol)
     head, steps, batch, size, seed = protocol.head, protocol.steps, protocol.batch, protocol.size, protocol.seed
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
-    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters require no gradients
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # as a momentum teacher's parameters are frozen
     weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
@@ -106,7 +105,7 @@ def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, works
 
 
 def check(protocol: Segmentation) -> None:
-    """Raise UserError when the head, the steps, the width or the batch are wrong."""
+    """Raise UserError when head, steps, width or batch has a value that is not allowed."""
     head, steps, width, batch = protocol.head, protocol.steps, protocol.width, protocol.batch
     if head not in HEADS:
         raise UserError(f"--head {head}: expected {' or '.join(HEADS)}")
@@ -127,7 +126,7 @@ class Segmenter(Trainee):
         self.head = kind.make(self.maps.dims, classes, width=width)
 
     def forward(self, batch: Batch, at: Progress) -> dict[str, Tensor]:
-        """Return the loss of normalised crops (B, 3, H, W) with classes (B, H, W).
+        """Return the loss of a batch of normalised crops (B, 3, H, W) with labels (B, H, W).
 
         Its mean over ranks, weighted by their rows, is a mean over all pixels of the global batch that have a class."""
         [x] = batch.views
@@ -137,7 +136,7 @@ class Segmenter(Trainee):
         return {"loss": losses[0] + HELPER * sum(losses[1:])}
 
     def raw(self, x: Tensor) -> list[Tensor]:
-        """Return the class scores (B, K, H, W) of the head's classifiers: one, or two for UPerNet in training."""
+        """Return the class scores (B, K, H, W) of each classifier of the head: one, or two for UPerNet in training."""
         h, w = x.shape[2:]
         x = F.pad(x, (0, -w % self.maps.cell, 0, -h % self.maps.cell))
         scores = self.head(self.maps(x))
@@ -149,7 +148,7 @@ class Segmenter(Trainee):
 
     @staticmethod
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        """Return the summed cross-entropy of class scores (B, K, H, W) and classes (B, H, W), without IGNORED
+        """Return the sum of the cross-entropies of scores z (B, K, H, W) and classes y (B, H, W), without IGNORED
         pixels."""
         return F.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
 
@@ -167,9 +166,9 @@ class Segmenter(Trainee):
 def batches(
     masks: Masks, settings: dict[str, Any], rows: tuple[int, ...], start: int, device: torch.device
 ) -> Iterator[tuple[Progress, Batch]]:
-    """Yield this rank's part of the training batches from step `start` on, each with the progress of the training.
+    """Yield this rank's part of each training batch from step `start` on, with the progress of the training.
 
-    `rows` has the number of rows of each rank. Every step counts as an epoch, because all schedules are in steps."""
+    `rows` are the numbers of rows of all ranks. Every step counts as an epoch, because all schedules are in steps."""
     steps, batch, mine = settings["steps"], settings["batch"], own(rows)
     stream = crops(masks, start=start, stop=steps, batch=batch, rows=mine, size=settings["size"], seed=settings["seed"])
     for step, (x, y) in enumerate(stream, start):
@@ -181,8 +180,8 @@ def batches(
 def poly(step: int, steps: int, lr: float) -> float:
     """Return the learning rate of a step: mmcv's poly schedule of power 1 with a linear warm-up.
 
-    The rate falls linearly from `lr` to zero. During the warm-up it is multiplied by a factor that rises linearly to 1.
-    SelfPatch and Swin warm up for 1500 steps on ADE20K."""
+    The rate falls linearly from `lr` to zero. During the warm-up it is also multiplied by a factor that rises linearly
+    to 1. SelfPatch and Swin warm up for 1500 steps on ADE20K."""
     warm = min(WARMUP, steps // SHORT)
     up = 1 - (1 - step / warm) * (1 - RATIO) if step < warm else 1.0
     return lr * up * (1 - step / steps)
@@ -196,9 +195,9 @@ def report(
     *,
     multi_scale: bool,
 ) -> Outcome:
-    """Score the network on the validation images, write a table with the scores of each class, and draw some images.
+    """Score the network on the validation images, write a table of the scores of each class, and draw some images.
 
-    Each rank takes a part of the images, and rank 0 writes."""
+    Each rank predicts a part of the images. Rank 0 writes, and returns the outcome; others return an empty one."""
     device, classes, name = next(net.parameters()).device, len(masks.classes), f"segmentation-{settings['head']}"
     single, several = (torch.zeros(classes, classes, dtype=torch.long) for _ in range(2))
     samples: list[tuple[int, Comparison]] = []
@@ -213,7 +212,7 @@ def report(
             several += scoring.confusion(truth, mean.argmax(0).cpu(), classes)
         if i % every == 0 and i // every < PICTURES:
             samples.append((i, Comparison(image, truth, prediction)))
-    single, several = (dist.total(counts.to(device)).cpu() for counts in (single, several))  # NCCL sums on the device
+    single, several = (dist.total(counts.to(device)).cpu() for counts in (single, several))  # NCCL sums GPU tensors
     parts = dist.gather_at_zero(samples)
     if parts is None:
         return Outcome({})

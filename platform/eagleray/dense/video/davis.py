@@ -33,16 +33,16 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise_
 
-LISTS = ("2017", "2016", "480p")  # folders of ImageSets; in all but 2017, the objects of a mask count as one
-MULTIPLE = 64  # the long side is rounded down to a multiple of so many pixels
+LISTS = ("2017", "2016", "480p")  # folders in ImageSets; in all but 2017, all objects of a mask count as one
+MULTIPLE = 64  # the long side of a frame is rounded down to a multiple of this, in pixels
 TEMPERATURE = 0.1
-TILE = 12  # side of the tiles of patches for which similarities are computed at a time
-ROWS, BINS = 30, 4  # rows of cells of the colour histograms, as many as a ViT/16's; bins per channel
-COLUMNS = 5  # number of frames in a picture
+TILE = 12  # similarities are computed for tiles of TILE x TILE patches at a time
+ROWS, BINS = 30, 4  # colour histograms: rows of cells (as for a ViT/16), bins per channel
+COLUMNS = 5  # number of frames in the picture of a sequence
 
-Masks = NDArray[np.uint8]  # (H, W) number of the object at each pixel, 0 for the background
+Masks = NDArray[np.uint8]  # (H, W) number of each pixel's object; 0: background
 Area = tuple[slice, slice]  # rows and columns of a grid of patches
-# Maps a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid (h, w).
+# A function that maps a frame (3, H, W), uint8, to the features (N, D) of its cells, and their grid (h, w).
 Describe = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 
 
@@ -60,8 +60,8 @@ class Video(NamedTuple):
 class Measured(NamedTuple):
     """The scores and the picture of a sequence.
 
-    `scores` has J and F of each object (n, 2): for the backbone's patches under the key "", and for colour histograms
-    under "colours_"."""
+    `scores` has J and F of n objects (n, 2): under the key "" for the backbone's patches, and under "colours_" for
+    colour histograms."""
 
     name: str
     scores: dict[str, NDArray[np.float64]]
@@ -71,10 +71,9 @@ class Measured(NamedTuple):
 def davis(backbone: Backbone, data: Path, protocol: Davis, workspace: Workspace) -> Outcome:
     """Measure J, F and J&F in percent for each sequence, and their means over all objects.
 
-    They are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each
-    sequence. Several ranks share the sequences; rank 0 returns the outcome, and has all pictures.
-
-    Raises UserError when the data are incomplete, or the backbone cannot process them."""
+    All are measured for the backbone's patches and, as a baseline, for colour histograms. A picture is drawn of each
+    sequence. Several ranks share the sequences; rank 0 returns the outcome, and has all pictures. Raises UserError when
+    the data are incomplete, or the backbone cannot process them."""
     sequences = videos(data, protocol.split)
     settings = protocol.model_dump(exclude={"split"})
     mine = sequences[dist.rank() :: dist.size()]
@@ -123,13 +122,13 @@ def measure(backbone: Backbone, video: Video, out: Path, *, size: int, **setting
 
 
 def percent(prefix: str, scores: NDArray[np.float64]) -> dict[str, float]:
-    """Return the means of J, F and J&F in percent, from the J and F of n objects (n, 2)."""
+    """Return the means of J, F and J&F in percent by name, from J and F of n objects: `scores` (n, 2)."""
     j, f = (100 * scores.mean(0)).tolist()
     return {f"{prefix}J&F": (j + f) / 2, f"{prefix}J": j, f"{prefix}F": f}
 
 
 def videos(data: Path, split: str) -> list[Video]:
-    """Find the sequences that are listed for a split, such as val, or 2016/val if several folders have a list val.txt.
+    """Return the sequences of a split, such as val, or 2016/val if several folders of ImageSets have a list val.txt.
 
     Raises UserError when the list, frames or masks are missing."""
     if not data.is_dir():
@@ -149,7 +148,7 @@ def videos(data: Path, split: str) -> list[Video]:
 
 
 def video(data: Path, name: str, *, binary: bool) -> Video:
-    """Find the frames and masks of a sequence; with `binary` all objects count as one.
+    """Return the frames and masks of a sequence. With `binary`, all objects count as one.
 
     Raises UserError when the sequence has fewer than three frames or a mask is missing."""
     frames = sorted((data / "JPEGImages" / "480p" / name).glob("*.jpg"))
@@ -162,11 +161,10 @@ def video(data: Path, name: str, *, binary: bool) -> Video:
 
 
 def evaluate_video(describe: Describe, video: Video, **settings: int) -> tuple[NDArray[np.float64], list[draw.Tile]]:
-    """Return J and F of each object (n, 2), and tiles that show some frames with the predicted masks.
+    """Return J and F of each object (n, 2), means over all frames but the first and the last, and tiles for a picture.
 
-    J and F are means over all frames but the first and the last.
-
-    Raises UserError when the first frame has no object, or a mask and its frame differ in size."""
+    The tiles show some frames with the predicted masks. Raises UserError when the first frame has no object, or a mask
+    and its frame differ in size."""
     truth = read_mask(video.masks[0], video.binary)
     objects = np.unique(truth[truth > 0])
     if not len(objects):
@@ -201,8 +199,7 @@ def propagate_masks(
 ) -> Iterator[Masks]:
     """Yield the mask of every frame, beginning with `first`, the given mask of the first frame.
 
-    Only the features of the first frame and of the last `n_last_frames` frames are held in memory.
-
+    Masks are propagated from the first frame and the `n_last_frames` frames before; only their features are in memory.
     Raises UserError when the frames differ in size."""
     numbers = np.concatenate([[0], objects]).astype(np.uint8)
     x, grid = describe(read_frame(video.frames[0]))
@@ -218,7 +215,7 @@ def propagate_masks(
         context, labels = (torch.stack(part) for part in zip(start, *last, strict=True))
         soft = propagate(x, context, labels, reach=size_mask_neighborhood, topk=topk)
         last.append((x, soft))
-        # The protocol enlarges soft labels to the resized frame, then masks to the original: less than a pixel apart.
+        # The protocol enlarges soft labels to the resized frame first. Without this, edges move by less than a pixel.
         large = F.interpolate(soft[None], image.shape[1:], mode="bilinear")[0]
         yield numbers[min_max(large).argmax(0).cpu().numpy()]
 
@@ -228,10 +225,10 @@ def propagate(
 ) -> Tensor:
     """Return the soft labels (C, h, w) of a frame with tokens `target` (N, D), from those of T other frames.
 
-    These have tokens `context` (T, N, D) and `labels` (T, C, h, w). The label of a patch is a mean over the `topk` most
-    similar patches of all T frames together, weighted by exp(cosine / temperature). Only patches at most `reach` rows
-    and columns apart are compared, or all if `reach` is 0. Patches that tie with the last of the `topk` are
-    included."""
+    The other frames have tokens `context` (T, N, D) and soft labels `labels` (T, C, h, w). The label of a patch is a
+    mean over its `topk` most similar patches of all T frames together, weighted by exp(cosine / temperature); patches
+    that tie with the last of them are included. Only patches at most `reach` rows and columns apart are compared, or
+    all if `reach` is 0."""
     frames, classes, *grid = labels.shape
     reach = reach or max(grid)
     ours = F.normalize(target, dim=-1).unflatten(0, grid)  # (h, w, D)
@@ -249,7 +246,7 @@ def propagate(
 
 
 def tiles(grid: Sequence[int], reach: int) -> Iterator[tuple[Area, Area]]:
-    """Yield the tiles of a grid of patches, and around each the area of all patches within `reach` rows and columns."""
+    """Yield the tiles of a grid of patches, each with the area of all patches within `reach` rows and columns of it."""
     spans = [
         [(slice(a, min(a + TILE, n)), slice(max(a - reach, 0), min(a + TILE + reach, n))) for a in range(0, n, TILE)]
         for n in grid
@@ -259,7 +256,8 @@ def tiles(grid: Sequence[int], reach: int) -> Iterator[tuple[Area, Area]]:
 
 
 def neighbourhood(tile: Area, area: Area, reach: int, device: torch.device | None = None) -> Tensor:
-    """Return a mask (n, m): which patches of a tile and of an area are at most `reach` rows and columns apart."""
+    """Return a mask (n, m) of which of the m patches of an area are within `reach` of each of the n patches of a
+    tile."""
 
     def close(one: slice, other: slice) -> Tensor:
         ours, theirs = (torch.arange(s.start, s.stop, device=device) for s in (one, other))
@@ -270,14 +268,14 @@ def neighbourhood(tile: Area, area: Area, reach: int, device: torch.device | Non
 
 
 def min_max(soft: Tensor) -> Tensor:
-    """Scale the soft labels (C, H, W) of each class to the range from 0 to 1; a class that is 0 everywhere stays 0."""
+    """Scale the soft labels (C, H, W) of each class to the range from 0 to 1. A class that is 0 everywhere stays 0."""
     low, high = soft.amin((1, 2), keepdim=True), soft.amax((1, 2), keepdim=True)
     scaled = (soft - low) / (high - low).where(high > low, 1.0)
     return torch.where(high > 0, scaled, soft)
 
 
 def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tuple[int, int]]:
-    """Resize a frame (3, H, W), uint8, as the protocol does, and return its patch tokens (N, D) and their grid.
+    """Resize a frame (3, H, W), uint8, as the protocol does, and return its patch tokens (N, D) and their grid (h, w).
 
     A ViT's tokens are those of the last block, before the norm. Raises UserError when the backbone cannot process
     frames of this size."""
@@ -291,7 +289,7 @@ def tokens(backbone: Backbone, frame: Tensor, *, size: int) -> tuple[Tensor, tup
 
 
 def resize(backbone: Backbone, frame: Tensor, size: int) -> Tensor:
-    """Return a frame (3, H, W), uint8, as an image (1, 3, h, w) of floats, whose short side is about `size`."""
+    """Return a frame (3, H, W), uint8, as a batch (1, 3, h, w) of one float image; see `frame_shape` for its size."""
     step = getattr(getattr(backbone.model, "patch_embed", None), "patch_size", (1,))[0]
     height, width = frame.shape[1:]
     shape = frame_shape(height, width, size, step)
@@ -309,13 +307,13 @@ def frame_shape(height: int, width: int, size: int, step: int) -> tuple[int, int
 
 
 def colours(frame: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the square roots of the colour histograms (N, D) of a frame's N cells, and the grid of the cells.
+    """Return the square roots of the colour histograms (N, D) of a frame's N cells, and the grid (h, w) of the cells.
 
     The cosine of two such vectors is the Bhattacharyya coefficient of the two histograms."""
     _, height, width = frame.shape
     grid = ROWS, round(ROWS * width / height)
     red, green, blue = (frame.long() * BINS) >> 8
-    colour = (red * BINS + green) * BINS + blue  # (H, W)
+    colour = (red * BINS + green) * BINS + blue  # (H, W) index of each pixel's bin
     row, column = (torch.arange(n) * cells // n for n, cells in zip((height, width), grid, strict=True))
     cell = row[:, None] * grid[1] + column
     counts = torch.bincount((cell * BINS**3 + colour).flatten(), minlength=grid[0] * grid[1] * BINS**3)
@@ -331,7 +329,7 @@ def read_frame(path: Path) -> Tensor:
 
 
 def read_mask(path: Path, binary: bool) -> Masks:
-    """Read the object at each pixel (H, W), uint8, 0 for the background, from the palette or grey values of a mask.
+    """Read the number of each pixel's object (H, W), uint8, 0 for the background, from a mask's palette or grey values.
 
     If `binary`, all objects become object 1. Raises UserError when the mask does not decode."""
     with explained(f"{path}: cannot be read", OSError), Image.open(path) as image:

@@ -9,7 +9,7 @@ from scipy.ndimage import distance_transform_edt, find_objects
 
 Mask = NDArray[np.bool_]  # (H, W)
 
-TOLERANCE = 0.008  # largest distance of matching contours, as a share of the image's diagonal
+TOLERANCE = 0.008  # largest distance of matching contour pixels, as a share of the image's diagonal
 
 
 def region(prediction: Mask, truth: Mask) -> float:
@@ -26,7 +26,7 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
     if not one.any() or not other.any():
         return float(one.any() == other.any())
     reach = math.ceil(tolerance * math.hypot(*prediction.shape))
-    [box] = find_objects((one | other).astype(np.uint8))  # the box of both contours, to compute fewer distances
+    [box] = find_objects((one | other).astype(np.uint8))  # bounding box of both contours, to save time
     one, other = one[box], other[box]
     # To compare distances with `reach` gives the same as to dilate the contours with a disk of this radius.
     precision = np.mean(distance_transform_edt(~other)[one] <= reach)
@@ -37,7 +37,7 @@ def boundary(prediction: Mask, truth: Mask, tolerance: float = TOLERANCE) -> flo
 def contour(mask: Mask) -> Mask:
     """Return the contour (H, W) of a mask: the pixels that differ from their right, lower or lower right neighbour.
 
-    Beyond the border of the image, the mask is taken to continue with the values at the border."""
+    Pixels beyond the border count as equal to the nearest pixel in the image."""
     wide = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
     out: Mask = (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])
     return out

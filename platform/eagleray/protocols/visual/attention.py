@@ -1,4 +1,4 @@
-"""Show where the last block of a ViT or a Swin transformer attends, with one map for each head.
+"""Show what the heads in the last block of a ViT or a Swin transformer attend to.
 
 The maps are those of figures 1 and 3 of Caron et al. 2021 (DINO), arXiv:2104.14294. The entropies of the heads follow
 appendix C of Li et al. 2021 (EsViT), arXiv:2106.09785."""
@@ -28,7 +28,7 @@ from eagleray.protocols.protocol import Workspace
 from eagleray.protocols.visual import draw
 from eagleray.views.photometric import normalise
 
-PICTURES = 4  # most images in a picture
+PICTURES = 4  # largest number of images in a picture
 MIDDLE = (0.5, 0.5)
 
 
@@ -36,10 +36,10 @@ Point = tuple[float, float]  # x and y, shares of the image's width and height
 
 
 class Maps(NamedTuple):
-    """The attention maps of B images with N patches. Every row of a map sums to one."""
+    """The attention maps of B images with N patches. Each row of a map, the attention of one query, sums to one."""
 
-    patches: Tensor  # (B, heads, N, N) of each patch as query (row) to each patch as key (column)
-    token: Tensor | None  # (B, heads, N) the class token as query; None if the model has none
+    patches: Tensor  # (B, heads, N, N) row: patch as query; column: patch as key
+    token: Tensor | None  # (B, heads, N) attention of the class token to the patches; None without one
     grid: tuple[int, int]
 
 
@@ -48,14 +48,13 @@ class Maps(NamedTuple):
 def attention(backbone: Backbone, index: Index, settings: Attention, workspace: Workspace) -> Outcome:
     """Measure and draw the attention of each head in the last block.
 
-    Two numbers are measured for each head, as means over the query patches and the images: the entropy of the attention
-    in bits, and the percentage of patches that together hold `mass` of it. Four pictures are drawn: (1) the maps of
-    `heads` heads, evenly spread from the highest entropy to the lowest; (2) the fewest patches that hold `mass` of each
-    map; (3) the attention of the patches at `points`, x and y of each; (4) the entropies of all heads (EsViT, figures 6
-    and 10 to 12). A map is the attention of the patch at `query`, x and y, or by default that of the class token or, in
-    a model without one, of the patch in the middle.
-
-    Raises UserError when the attention of the backbone cannot be read, or no image decodes."""
+    Two numbers are measured: the entropy in bits of a patch's attention, for each head and as a mean over heads, and
+    the percentage of patches that together hold `mass` of a map. They are means over the images. Four pictures are
+    drawn: (1) the maps of `heads` heads, evenly spread from the highest entropy to the lowest; (2) the fewest patches
+    that hold `mass` of each map; (3) the attention of the patches at `points`, as a mean over heads; (4) the entropies
+    of all heads (EsViT, figures 6 and 10 to 12). A map is the attention of the patch at `query` or, by default, of the
+    class token or, in a model without one, of the patch in the middle. Raises UserError when the attention of the
+    backbone cannot be read, or no image decodes."""
     check_attention(backbone)
     size, mass = settings.size, settings.mass
     queries = points_of("points", settings.points)
@@ -64,15 +63,15 @@ def attention(backbone: Backbone, index: Index, settings: Attention, workspace: 
     entropies, shares = list[Tensor](), list[float]()
     samples: list[Any] = []
     images = subset(np.arange(len(index)), settings.limit)
-    for _, crops in batches(index, images, size, size, 1):  # one image at a time, as each head has N^2 numbers
+    for _, crops in batches(index, images, size, size, 1):  # one image at a time, to save memory: a map has N^2 numbers
         attended = maps(backbone, normalise(crops, device))
-        entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,)
+        entropies.append(entropy(attended.patches).mean(-1)[0].cpu())  # (heads,) mean over query patches
         shares.append(fewest_patches(head_maps(attended, asked)[0], mass).float().mean().item())
         if len(samples) < PICTURES:
             samples.append((crops[0], attended))
     if not samples:
         raise no_image_error(index)
-    each = torch.stack(entropies)  # (images, heads)
+    each = torch.stack(entropies)  # (images, heads) in bits
     bits = each.mean(0)
     numbers = {"attention/entropy": bits.mean().item(), "attention/patches_kept": 100 * float(np.mean(shares))}
     numbers |= {f"attention/entropy_head{i}": b for i, b in enumerate(bits.tolist())}
@@ -87,14 +86,14 @@ def attention(backbone: Backbone, index: Index, settings: Attention, workspace: 
 
 
 def points_of(setting: str, points: Sequence[float]) -> tuple[Point, ...]:
-    """Return the points (x, y) of a flat list of numbers. Raises UserError when it is empty or has an odd length."""
+    """Return the points (x, y) of a flat list of numbers. Raises UserError if it is empty or has an odd length."""
     if not points or len(points) % 2:
         raise UserError(f"attention: {setting}={list(points)}: expected x and y of each point, as shares of the sides")
     return tuple(zip(points[::2], points[1::2], strict=True))
 
 
 def query_of(query: Sequence[float]) -> Point | None:
-    """Return the point of the setting `query`; None if it is empty. Raises UserError when it is not one point."""
+    """Return the point (x, y) of `query`, or None if it is empty. Raises UserError when it is not a single point."""
     if len(query) > 2:
         raise UserError(f"attention: query={list(query)}: expected x and y of one point; `points` takes several")
     return points_of("query", query)[0] if query else None
@@ -109,7 +108,9 @@ def pictures(
     mass: float,
     out: Path,
 ) -> tuple[Path, ...]:
-    """Draw three pictures of some images and the maps of the heads `picked`; `bits` (heads,) are the entropies."""
+    """Draw three pictures with a row for each image: the maps of the heads `picked`, with entropies `bits` (heads,);
+    the fewest patches that hold `mass` of each map; and the attention of the patches at `queries`. See `head_maps` for
+    `asked`."""
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
     heads: dict[str, list[draw.Tile]] = {}
     masked: dict[str, list[draw.Tile]] = {}
@@ -140,8 +141,8 @@ def pictures(
 
 
 def draw_entropies(bits: Tensor, order: Sequence[int], out: Path) -> Path:
-    """Draw a bar for the mean entropy of each head, in the given `order`, with its standard deviation over images. The
-    entropies `bits` are (images, heads)."""
+    """Draw a bar for each head, in this `order`: the mean of its entropies `bits` (images, heads), with their standard
+    deviation."""
     from matplotlib.figure import Figure
 
     mean, deviation = bits.mean(0)[order], bits.std(0, correction=0)[order]
@@ -160,9 +161,8 @@ def draw_entropies(bits: Tensor, order: Sequence[int], out: Path) -> Path:
 def maps(backbone: Backbone, images: Tensor) -> Maps:
     """Read the attention maps of normalised images (B, 3, H, W).
 
-    Keys that are not patches, such as a class token, are left out, and the rows are rescaled to sum to one.
-
-    Raises UserError for an architecture whose attention cannot be read."""
+    Keys that are not patches, such as a class token, are left out, and the rows are rescaled to sum to one. Raises
+    UserError for an architecture whose attention cannot be read."""
     check_attention(backbone)
     if isinstance(backbone.model, SwinTransformer):
         rows, grid = swin_attention(backbone, images)
@@ -183,7 +183,7 @@ def check_attention(backbone: Backbone) -> None:
 
 
 def head_maps(attended: Maps, asked: Point | None = None) -> Tensor:
-    """Return each head's map (B, heads, N): the attention of the patch at `asked` or, by default, the class token's."""
+    """Return each head's map (B, heads, N): the attention of the patch at `asked`; None: as `query_point` chooses."""
     point = query_point(attended, asked)
     if point is None:
         assert attended.token is not None
@@ -192,9 +192,9 @@ def head_maps(attended: Maps, asked: Point | None = None) -> Tensor:
 
 
 def query_point(attended: Maps, asked: Point | None) -> Point | None:
-    """Return the point whose patch is the query; None if the class token is the query.
+    """Return the point (x, y) of the patch that is the query; None if the class token is the query.
 
-    Without `asked`, a model that has no class token gets the middle of the image."""
+    It is `asked` if given. Otherwise it is the class token or, in a model without one, the middle of the image."""
     return asked if asked is not None or attended.token is not None else MIDDLE
 
 
@@ -210,23 +210,23 @@ def entropy(rows: Tensor) -> Tensor:
 
 
 def fewest_patches(rows: Tensor, mass: float) -> Tensor:
-    """Return a mask (..., N) of the fewest patches whose sum, in each distribution (..., N), is at least `mass`."""
+    """Return a mask (..., N) of the fewest patches that together hold at least `mass` of each distribution (..., N)."""
     values, order = rows.sort(dim=-1, descending=True, stable=True)
-    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # mass of all patches with more attention
+    before = F.pad(values.double().cumsum(-1)[..., :-1], (1, 0))  # summed attention of all patches with more attention
     return torch.zeros_like(rows, dtype=torch.bool).scatter(-1, order, before < mass * values.double().sum(-1, True))
 
 
 def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the attention maps (B, heads, N, N) of the last block of a Swin transformer, and the grid of its patches.
+    """Return the attention maps (B, heads, N, N) of a Swin transformer's last block, and the grid of its N patches.
 
     Attention is computed within windows, so it is 0 between patches of different windows."""
     block = backbone.model.layers[-1].blocks[-1]
     rows: list[Tensor] = []
     hook = block.attn.softmax.register_forward_hook(lambda _, __, result: rows.append(result))
-    # Fused attention, timm's or ours, would bypass the softmax that has the hook.
+    # The hook reads the output of the softmax, which fused attention, timm's or ours, would bypass.
     with hook, replaced(block.attn, "__class__", WindowAttention), replaced(block.attn, "fused_attn", False):
         h, w = backbone(images).grid
-    window = windows(block, (h, w)).to(images.device)  # (W, T) numbers of patches from 1, 0 for padding
+    window = windows(block, (h, w)).to(images.device)  # (W, T) patches, numbered from 1; 0: padding
     within = rows[-1].unflatten(0, (len(images), len(window))).transpose(1, 2)  # (B, heads, W, T, T)
     n = h * w
     position = (window[:, :, None] * (n + 1) + window[:, None, :]).flatten()
@@ -237,14 +237,14 @@ def swin_attention(backbone: Backbone, images: Tensor) -> tuple[Tensor, tuple[in
 
 
 def windows(block: Any, grid: tuple[int, int]) -> Tensor:
-    """Return the numbers of the T patches in each of the W windows of a block (W, T).
+    """Return which patches are in each window of a block: (W, T) for W windows of T patches.
 
-    Patches are numbered from 1, row by row; 0 stands for padding. The block is run on these numbers instead of
-    features, because models differ in the order in which they pad and shift."""
+    Patches are numbered from 1, row by row; 0 stands for padding. To find out, the block is run on these numbers
+    instead of features, because models differ in the order in which they pad and shift."""
     recorded: list[Tensor] = []
 
     class Recorder(nn.Module):
-        """A module that takes the place of the attention layer and records its input."""
+        """Replaces the attention layer, and records its input."""
 
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             recorded.append(x)

@@ -13,38 +13,38 @@ from eagleray.base.plotting import BLUE, DPI, INK
 
 Pixels = NDArray[np.float32]  # (H, W, 3) from 0 to 1
 
-# Inches: height of a tile, width of a row's label, gap between tiles, height of the title.
+# In inches: the height of a tile, the width of a row's label, the gap between tiles, and the height of the title.
 SIDE, LABEL, GAP, TOP = 1.55, 0.95, 0.08, 0.5
 CAPTION = 0.2  # inches above each tile
-LONGEST = 480  # longest side of a tile in pixels, to keep files small
+LONGEST = 480  # largest side of a tile in pixels, so that files stay small
 RED, GREEN, YELLOW = "#d5402b", "#2f8f4e", "#f2c200"
-# Colours (6, 3) of objects in videos, which people with colour blindness can tell apart. Row i is for object i + 1.
+# Colours (6, 3) of objects in videos; colour-blind people can tell them apart. Row i is the colour of object i + 1.
 COLOURS = np.array([(230, 97, 0), (26, 133, 255), (212, 17, 89), (254, 204, 2), (93, 58, 155), (64, 176, 166)]) / 255
-OVER = 0.6  # weight of a heat map or a mask in the colour of a pixel
+OVER = 0.6  # opacity of a heat map or a mask that is blended over an image
 
 
 class Tile(NamedTuple):
     """An image with a title, marked points and the outline of a mask.
 
-    Points (x, y) are fractions of the width and the height."""
+    The points (x, y) are fractions of the image's width and height."""
 
     image: Pixels
     title: str = ""
     points: Sequence[tuple[float, float]] = ()
-    outline: NDArray[np.bool_] | None = None  # (H, W), of the image's size
+    outline: NDArray[np.bool_] | None = None  # (H, W) mask of the image's size, whose outline is drawn
     edge: str = ""  # colour of a frame around the image; empty: no frame
 
 
 class Pair(NamedTuple):
-    """Two images of the same height, k pairs of matched points, and for each match whether it is right."""
+    """Two images of the same height, with k pairs of matched points, and whether each of these matches is right."""
 
     one: Pixels
     other: Pixels
-    ends: NDArray[np.float64]  # (k, 4) pixels: x and y in one image, x and y in the other
-    right: NDArray[np.bool_] | None  # (k,), None if unknown
+    ends: NDArray[np.float64]  # (k, 4) pixels: x and y in `one`, then x and y in `other`
+    right: NDArray[np.bool_] | None  # (k,) whether each match is right; None: unknown
     title: str
-    # (2, 4) pixels: for the global feature of each image (row), x and y of the region of `one` that is nearest to it,
-    # and x and y of the nearest region of `other`.
+    # (2, 4) pixels. Row 0 is for the global feature of `one`, row 1 for that of `other`: x and y of the region in
+    # `one` that is nearest to this feature, then of the region in `other`.
     marks: NDArray[np.float64] | None = None
 
 
@@ -54,7 +54,7 @@ def pixels(image: Tensor) -> Pixels:
 
 
 def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
-    """Blend an image (3, H, W) with a heat map (h, w) of non-negative values, the largest of which is the brightest."""
+    """Blend an image (3, H, W) with a heat map (h, w) of values from 0 on. The largest value is the brightest."""
     from matplotlib import colormaps
 
     large = enlarge(heat / heat.max().clamp(min=1e-12), image)
@@ -62,23 +62,23 @@ def heat_overlay(image: Tensor, heat: Tensor) -> Pixels:
 
 
 def colour_overlay(image: Tensor, colours: Tensor) -> Pixels:
-    """Enlarge a map with a colour for each patch (h, w, 3) to the size of an image (3, H, W)."""
+    """Enlarge colours (h, w, 3), one for each patch, to the size of an image (3, H, W)."""
     return np.stack([enlarge(c, image) for c in colours.unbind(-1)], -1)
 
 
 def darken(image: Tensor, mask: Tensor) -> Pixels:
-    """Darken an image (3, H, W) everywhere but in the patches that a mask (h, w) selects."""
+    """Darken the patches of an image (3, H, W) that a mask (h, w) does not select."""
     return pixels(image) * (0.15 + 0.85 * enlarge(mask.float(), image)[..., None])
 
 
 def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
-    """Enlarge a map (h, w) to the size of an image without interpolation."""
+    """Enlarge a map (h, w) to the size of an image (3, H, W) without interpolation."""
     out: NDArray[np.float32] = F.interpolate(grid[None, None].float(), image.shape[1:])[0, 0].cpu().numpy()
     return out
 
 
 def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
-    """Blend an image (3, H, W) with the colours of its objects; the mask (H, W) has each pixel's object number."""
+    """Blend an image (3, H, W) with the colours of its objects. `mask` (H, W) has the number of each pixel's object."""
     out = pixels(image)
     on = mask > 0
     out[on] = (1 - OVER) * out[on] + OVER * COLOURS[(mask[on] - 1) % len(COLOURS)]
@@ -86,7 +86,8 @@ def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
 
 
 def sheet(rows: Mapping[str, Sequence[Tile]], path: Path, title: str) -> Path:
-    """Draw rows of tiles of the same height into a file, with a label to the left of each row."""
+    """Draw rows of tiles of the same height into the file `path`, each row to the right of its label, the key in
+    `rows`."""
     from matplotlib.figure import Figure
 
     widths = [max(row[i].image.shape[1] / row[i].image.shape[0] for row in rows.values() if i < len(row))
@@ -130,8 +131,8 @@ def pairs(pairs: Sequence[Pair], path: Path, title: str, *, side: float = 1.6 * 
     """Draw pairs of images, `side` inches high, into a file, two pairs in a row, with numbered lines between matches.
 
     A line is green if the match is right, red if it is wrong and yellow if this is unknown. In each image, a blue dot
-    marks the region nearest to its own global feature, and a red triangle the region nearest to that of the other one
-    (EsViT, figures 5 and 9)."""
+    marks the region nearest to its own global feature, and a red triangle the region nearest to the other image's
+    global feature (EsViT, figures 5 and 9)."""
     from matplotlib.figure import Figure
 
     columns = min(len(pairs), 2)
@@ -163,7 +164,7 @@ def join(axes: Any, pair: Pair, gap: int) -> None:
             text = axes.annotate(str(k + 1), (at, low), (3, 2), textcoords="offset points", fontsize=7, color="white")
             text.set_path_effects([withStroke(linewidth=1.8, foreground=INK)])
     if pair.marks is not None:
-        own, theirs = ("o", BLUE, 11, 3), ("^", RED, 7, 4)  # the smaller triangle is drawn over the dot
+        own, theirs = ("o", BLUE, 11, 3), ("^", RED, 7, 4)  # both are seen: the smaller triangle is over the dot
         for (x, y, u, v), (first, second) in zip(pair.marks, ((own, theirs), (theirs, own)), strict=True):
             for at, low, (marker, colour, large, above) in ((x, y, first), (u + shift, v, second)):
                 edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "clip_on": False}

@@ -1,7 +1,7 @@
 """Visualise the patch features of a backbone: their principal components, and matching patches.
 
-The principal components follow figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar pairs of
-patches, between two views of an image or between two images, follow figures 5 and 9 of Li et al. 2021 (EsViT),
+Principal components are drawn as in figure 1 of Oquab et al. 2023 (DINOv2), arXiv:2304.07193. The ten most similar
+pairs of patches, of two views of an image or of two images, are drawn as in figures 5 and 9 of Li et al. 2021 (EsViT),
 arXiv:2106.09785."""
 
 from pathlib import Path
@@ -31,7 +31,7 @@ from eagleray.views import sampling as drawing
 from eagleray.views.colours import MEAN, STD
 from eagleray.views.crop import centre_crop, crop
 
-EDGE = 0.01  # share of patches whose colours are clipped at each end of a component
+EDGE = 0.01  # share of the values of a component that are clipped at either end
 SCALE = (0.4, 0.6)  # area of the second view, as a share of the image
 TITLE = "The ten most similar patches, by rank."
 MARKS = "Blue dot, red triangle: the region nearest to the global feature of the image itself, of the other one."
@@ -39,13 +39,12 @@ MARKS = "Blue dot, red triangle: the region nearest to the global feature of the
 
 @torch.inference_mode()
 def components(backbone: Backbone, index: Index, settings: Components, workspace: Workspace) -> Outcome:
-    """Draw the principal components of the patches of several images together.
+    """Draw the principal components of the patches of several images, computed for all of them together.
 
     The first component separates foreground from background. The first three components of the foreground patches are
-    then drawn as red, green and blue. A colour means the same in all images. Two percentages are measured: the share of
-    the patches' variance in three components, and the share of foreground patches.
-
-    Raises UserError when no image decodes."""
+    then drawn as red, green and blue, so that a colour means the same in all images. Two percentages are measured: the
+    share of the patches' variance that three components explain, and the share of foreground patches. Raises UserError
+    when no image decodes."""
     crops, (_, patches, grid) = patch_features(backbone, index, settings.images, settings.size)
     first, front, colours, variance = coloured(patches, grid)
     rows: dict[str, list[draw.Tile]] = {}
@@ -68,10 +67,9 @@ def components(backbone: Backbone, index: Index, settings: Components, workspace
 
 
 def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return what the principal components of all patch tokens (B, N, D) of B images show.
-
-    These are the first component (B, h, w), a mask of the foreground (B, h, w), a colour for each patch (B, h, w, 3),
-    which is black in the background, and the share of the variance that three components explain."""
+    """Return the first principal component (B, h, w) of the patches (B, N, D) of B images, a mask of the foreground (B,
+    h, w), colours (B, h, w, 3), which are black in the background, and the share of the variance that three components
+    explain."""
     scores, variance = principal(patches.flatten(0, 1), 3)
     first = oriented(scores[:, 0].view(len(patches), *grid))
     front = first > 0
@@ -81,7 +79,7 @@ def coloured(patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Te
 
 
 def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
-    """Return the scores (n, k) of vectors (n, D) on k principal components, and the share of variance that these
+    """Return the scores (n, k) of vectors x (n, D) on k principal components, and the share of variance that they
     explain.
 
     If there are fewer than k components, the other columns are zero. The sign of a component makes its largest weight
@@ -96,9 +94,9 @@ def principal(x: Tensor, k: int) -> tuple[Tensor, float]:
 
 
 def oriented(first: Tensor) -> Tensor:
-    """Return the first component (B, h, w), whose mean is 0, with the sign that makes the foreground positive.
+    """Return the first component (B, h, w), whose mean is 0, with the sign that makes it positive in the foreground.
 
-    Borders of images mostly show background, so the foreground is the sign that is rarer at the borders than inside."""
+    Borders of images mostly show background, so the foreground has the sign that is rarer at borders than inside."""
     border = torch.ones_like(first, dtype=torch.bool)
     border[:, 1:-1, 1:-1] = False
     front = (first > 0).float()
@@ -106,7 +104,8 @@ def oriented(first: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Scale each column of values (n, k) to the range from 0 to 1, and clip the share EDGE of them at either end."""
+    """Scale each column of values (n, k) to the range from 0 to 1. A share EDGE of the values is clipped at either
+    end."""
     if not len(x):
         return x
     low, high = torch.quantile(x, torch.tensor([EDGE, 1 - EDGE], dtype=x.dtype), dim=0)
@@ -117,12 +116,11 @@ def spread(x: Tensor) -> Tensor:
 def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspace) -> Outcome:
     """Draw the ten most similar pairs of patches between two views of an image, and between two images.
 
-    The second view of an image is a smaller and recoloured crop. The second image is the nearest of `limit` images. A
-    match between two views is right if it is at most one patch away from the true position. For these matches, the
-    percentage that is right and the mean distance in pixels are measured. `one` and `other` are two images of the
-    user's own, files or keys of samples, which get a picture of their own.
-
-    Raises UserError when fewer than two images decode, or one of the user's two cannot be read."""
+    The second view of an image is a smaller and recoloured crop. The second image is the one of `limit` images that is
+    nearest to the first. A match between views is right if it is at most a patch away from the true position. The
+    percentage of right matches and their mean distance in pixels are measured. If `one` and `other` name two images, by
+    file or by key of a sample, these get a picture of their own. Raises UserError when fewer than two images decode, or
+    when `one` or `other` cannot be read."""
     size, one, other = settings.size, settings.one, settings.other
     own = own_pair(index, one, other, size)
     crops, features = patch_features(backbone, index, settings.limit, size)
@@ -154,9 +152,9 @@ def pairs(backbone: Backbone, index: Index, settings: Pairs, workspace: Workspac
 
 
 def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
-    """Return the centre crops (2, 3, size, size), uint8, of two files or samples (by key); None if no name is given.
+    """Return the centre crops (2, 3, size, size), uint8, of the images `one` and `other`; None if both names are empty.
 
-    Raises UserError when only one is given, or one of them is missing or does not decode."""
+    Each names a file or a sample by key. Raises UserError when one is not given, is missing or does not decode."""
     if not one and not other:
         return None
     if not one or not other:
@@ -166,9 +164,9 @@ def own_pair(index: Index, one: str, other: str, size: int) -> Tensor | None:
 
 
 def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
-    """Return the centre crop (3, size, size) of a file or, if there is no such file, of the sample with this key.
+    """Return the centre crop (3, size, size) of the file `name` or, if there is none, of the sample with this key.
 
-    Raises UserError when there is neither file nor sample, or the image does not decode."""
+    Raises UserError, which names the `option`, when there is neither, or the image does not decode."""
     if Path(name).is_file():
         data: bytes | memoryview = Path(name).read_bytes()
     else:
@@ -183,9 +181,9 @@ def own_image(index: Index, option: str, name: str, size: int) -> Tensor:
 
 
 def matched(one: Features, i: int, other: Features, j: int, image: Tensor, second: Tensor) -> draw.Pair:
-    """Return the pair of `image` and `second` (3, S, S), whose features are one[i] and other[j], with their matches.
+    """Return `image` and `second` (3, S, S), whose features are one[i] and other[j], with their matching patches.
 
-    These are matching patches and, for the global feature of each image, the nearest region of both images."""
+    The pair also has, for the global feature of each image, the nearest region in both images."""
     size, each = image.shape[1], [(one, i), (other, j)]
     ends = match_ends(one.patches[i], other.patches[j], one.grid, size)
     nearest_regions = [
@@ -201,34 +199,33 @@ def region(patches: Tensor, feature: Tensor) -> Tensor:
 
 
 def match_ends(one: Tensor, other: Tensor, grid: tuple[int, int], size: int) -> NDArray[np.float64]:
-    """Return the centres of the k most similar patches of two images (N, D), in pixels.
+    """Return the centres (k, 4) in pixels of the k most similar pairs of patches of two images, `one` and `other` (N,
+    D).
 
-    Each row of the result (k, 4) is x and y in the first image, then x and y in the second."""
+    Each row is x and y in the first image, then x and y in the second."""
     match = matches(one, other)
     return torch.cat([centres(patch, grid, size) for patch in (match.one, match.other)], 1).numpy()
 
 
 def centres(patch: Tensor, grid: tuple[int, int], size: int) -> Tensor:
-    """Return the centres (k, 2), x and y in pixels, of the patches with indices (k,) in an image of `size` pixels."""
+    """Return the centres (k, 2), x and y in pixels, of the patches (k,) in a square image of `size` pixels."""
     x, y = (patch % grid[1] + 0.5) * size / grid[1], (patch // grid[1] + 0.5) * size / grid[0]
     return torch.stack([x, y], 1).double().cpu()
 
 
 def to_image(points: NDArray[np.float64], box: NDArray[np.int64], mirrored: bool, size: int) -> NDArray[np.float64]:
-    """Map points of a view to the image from which the view was cropped. Points (k, 2) are x and y in pixels.
+    """Map `points` (k, 2), x and y in pixels, from a view to the image from which the view was cropped.
 
-    `box` is the crop as top, left, height and width; `mirrored` is whether the view is mirrored, and `size` its side.
-    """
+    `box` is the crop as top, left, height and width. `mirrored` is whether the view is mirrored. `size` is its side."""
     top, left, height, width = box
     x = size - points[:, 0] if mirrored else points[:, 0]
     return np.stack([left + x * width / size, top + points[:, 1] * height / size], 1)
 
 
 def second_views(crops: Tensor, size: int) -> tuple[Tensor, NDArray[np.int64], Tensor]:
-    """Crop another view from each normalised image (B, 3, S, S).
+    """Return random views of normalised images (B, 3, S, S), the same views in every call.
 
-    Returns the views, their boxes (B, 4), which are top, left, height and width in pixels, and whether each view is
-    mirrored (B,). The views are random, but the same in every call."""
+    Also returns their crops (B, 4) as top, left, height and width in pixels, and whether each view is mirrored (B,)."""
     view = View(size=size, scale=SCALE)
     kind = drawing.Views.of([view])
     u = np.stack([drawing.uniforms(1, seed=0, epoch=0, sample=i) for i in range(len(crops))])  # (B, 1, WIDTH)
@@ -248,7 +245,7 @@ def denormalised(x: Tensor) -> Tensor:
 
 @in_eval_mode
 def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> tuple[Tensor, Features]:
-    """Return n images (n, 3, S, S), uint8, and their features on the CPU.
+    """Return at most `images` centre crops (n, 3, S, S), uint8, drawn from an index, and their features on the CPU.
 
     Raises UserError when no image decodes."""
     parts = [(crops, features_of(backbone, photometric.normalise(crops, torch.device("cpu"))))
@@ -261,6 +258,6 @@ def patch_features(backbone: Backbone, index: Index, images: int, size: int) -> 
 
 @in_eval_mode
 def features_of(backbone: Backbone, x: Tensor) -> Features:
-    """Return the features of normalised images (B, 3, H, W) on the CPU, as float32."""
+    """Return the features of normalised images (B, 3, H, W), as float32 on the CPU."""
     pooled, patches, grid = backbone(x.to(next(backbone.parameters()).device))
     return Features(pooled.float().cpu(), patches.float().cpu(), grid)

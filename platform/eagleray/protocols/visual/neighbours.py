@@ -1,4 +1,4 @@
-"""Draw images, each with the images nearest to it by the features of a backbone."""
+"""Draw query images beside the images that are nearest to them by the features of a backbone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,16 +29,15 @@ BATCH = 32
 class Nearest(NamedTuple):
     """The k nearest neighbours of q queries, the nearest first."""
 
-    rows: Tensor  # (q, k) rows of the neighbours
-    cosine: Tensor  # (q, k)
+    rows: Tensor  # (q, k) row of each neighbour in the table of features
+    cosine: Tensor  # (q, k) cosine of each neighbour and its query
 
 
 def neighbours(backbone: Backbone, index: Index, settings: "Neighbours", workspace: "Workspace") -> Outcome:
     """Draw a sheet of query images, each with the k images nearest to it by the cosine of pooled features.
 
-    With labels, also measure the percentage of neighbours that have the query's class; these have a green frame.
-
-    Raises UserError when fewer than two images decode."""
+    With labels, also measure the percentage of neighbours with their query's class; these have a green frame, others a
+    red one. Raises UserError when fewer than two images decode."""
     images = subset(np.arange(len(index)), settings.limit)
     path, size = workspace.out / "neighbours.png", settings.size
     numbers, details = draw_neighbours(backbone, index, images, path, size=size, queries=settings.queries, k=settings.k)
@@ -51,7 +50,7 @@ def neighbours(backbone: Backbone, index: Index, settings: "Neighbours", workspa
 def draw_neighbours(
     backbone: Backbone, index: Index, images: NDArray[np.int64], path: Path, *, size: int, queries: int, k: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Draw some images of an index, evenly spread, each with the k nearest of all `images`.
+    """Draw `queries` of the samples `images`, evenly spread, into a file, each with its k nearest of all `images`.
 
     Returns the numbers and settings of `neighbours`. Raises UserError when fewer than two images decode."""
     device = next(backbone.parameters()).device
@@ -83,12 +82,12 @@ def draw_neighbours(
 
 
 def frame(one: int, other: int) -> str:
-    """Return the colour of the frame for the labels of a query and its neighbour; empty if either has no label."""
+    """Return the colour of a neighbour's frame: green for equal labels, red for others, empty if a label is missing."""
     return "" if min(one, other) < 0 else draw.GREEN if one == other else draw.RED
 
 
 def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
-    """Find, for each of the vectors in rows `queries` (q,) of x (n, D), the k nearest other vectors."""
+    """Return the k nearest other rows of x (n, D), by the cosine, for each of the rows `queries` (q,)."""
     unit = F.normalize(x, dim=1)
     cosine = unit[queries] @ unit.T
     cosine[torch.arange(len(queries)), queries] = -torch.inf
@@ -100,5 +99,5 @@ def nearest(x: Tensor, queries: Tensor, k: int) -> Nearest:
 def read(index: Index, sample: int, size: int) -> draw.Pixels:
     """Read the centre crop of a sample that is known to decode."""
     picture = image(index, sample, size, size)
-    assert picture is not None  # its features were computed a moment ago
+    assert picture is not None  # it decoded when its features were computed
     return draw.pixels(picture)
