@@ -93,6 +93,9 @@ def test_what_cannot_go_on_is_one_line(out: str, small: Path):
     check_goes_on(out, ["max_steps=20"])
     run.append(layout.METRICS, '{"step": 12}\n')
     check_goes_on(out, [])  # it went on after its end
+    run.put(layout.SUMMARY, json.dumps({"steps": 12, "ended_early": 1}))
+    with pytest.raises(UserError, match=f"{out}: the run ended early, after 12 steps; expected another out$"):
+        check_goes_on(out, [])
 
 
 def test_a_command_asks_once_for_the_run_that_it_names(small: Path, monkeypatch: pytest.MonkeyPatch):

@@ -120,7 +120,7 @@ def see_through(
         begun, folder = beginning(recipe, line, insist=insist), run_store(out).view
         tracking = tracking_of(folder, out.rpartition("/")[2])
         if begun.done:
-            say(f"done already: the run in {out} has taken all its {begun.steps} steps")
+            say(f"done already: the run in {out} has finished")
             send_rest(recipe, folder, tracking)
         else:
             with following(out, begun.steps, begun.batch, command, hours) as stop:

@@ -163,7 +163,8 @@ def names(outs: Sequence[str]) -> list[str]:
         short = ["/".join(p[-n:]) for p in parts]
         if len(set(short)) == len(short):
             return short
-    raise UserError(f"{outs[0]}: given twice")
+    twice = next(out for out, p in zip(outs, parts, strict=True) if parts.count(p) > 1)
+    raise UserError(f"{twice}: given twice")
 
 
 def _json(path: Path, missing: Any) -> Any:

@@ -13,7 +13,7 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import read_history, write_atomic
 from eagleray.config import bundled, plugins, yaml_text
 from eagleray.runs import layout
-from eagleray.runs.summary import finished
+from eagleray.runs.summary import EARLY, finished
 
 
 class NamedRun(NamedTuple):
@@ -75,5 +75,7 @@ def check_goes_on(name: str, overrides: Sequence[str]) -> None:
 
     lines = read_history((folder := run_store(run.out).fetch()) / layout.METRICS)
     done = finished(folder, lines[-1]["step"] if lines else 0)
+    if done and done.get(EARLY):
+        raise UserError(f"{name}: the run ended early, after {done['steps']} steps; expected another out")
     if done and yaml_text.parse(run.file.read_text()).get("max_steps") in (None, done["steps"]):
         raise UserError(f"{name}: the run has finished, with {done['steps']} steps; a larger max_steps continues it")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagleray.base import devices, dist
-from eagleray.base.errors import UserError
+from eagleray.base.errors import PluginError, UserError
 from eagleray.config.schedule import Progress
 from eagleray.data.loader import Loader
 from eagleray.data.quarantine import Quarantine
@@ -53,6 +53,8 @@ class StepTable:
         """Return the table from this rank's `values` of S steps. `images` is the number of images of each rank in a
         step. The host waits for the device. Called by all ranks together."""
         names = list(values[0])
+        if different := next((v.keys() ^ names for v in values if v.keys() != values[0].keys()), None):
+            raise PluginError(f"method.name: only some steps return {', '.join(sorted(different))}; return it in each")
         table = torch.stack([torch.stack([v[n].float() for n in names]) for v in values])
         return cls(names, dist.total(table * (images[dist.rank()] / sum(images))).cpu())
 
@@ -90,9 +92,11 @@ class OpenLine:
         self.record: dict[str, Any] = {}  # a line that waits for the scores of the evaluation at its step
 
     def add(self, table: StepTable) -> None:
-        """Add the values of further steps."""
-        rows = [self.table.rows, table.rows] if len(self.table.rows) else [table.rows]
-        self.table = StepTable(table.names, torch.cat(rows))
+        """Add the values of further steps. A run that was continued with another precision or version may record other
+        values in them: the line then has those that all its steps have."""
+        names = [name for name in table.names if name in self.table.names or not len(self.table.rows)]
+        tables = [t for t in (self.table, table) if len(t.rows)] or [table]
+        self.table = StepTable(names, torch.cat([torch.stack([t.column(n) for n in names], 1) for t in tables]))
 
     def close(self) -> StepTable:
         """Return the values of the line's steps, and begin another line."""

@@ -33,7 +33,7 @@ def parse_summary(text: str | bytes | None, name: str) -> dict[str, Any]:
 
 def finished(folder: Path, steps: int = 0) -> dict[str, Any] | None:
     """Return the summary of a run whose evaluation at the end is done, if it took at least `steps` steps or was ended
-    early by `start.stop_below`; None for other runs."""
+    early by a rule, such as `start.stop_below`; None for other runs."""
     return if_finished(read_summary(folder), steps)
 
 
