@@ -31,15 +31,16 @@ OTHERS = 2**16  # largest number of columns of the matrices of similarities that
 
 @dataclass(frozen=True)
 class Likeness:
-    """Compares samples by their features `x` (n, D), of length 1, and their hashes' bits `signs` (n, 64), -1 and 1, if
-    given. Samples whose hashes differ in more than `bits` bits, also when one image is mirrored, are not similar."""
+    """Compares samples by the cosine similarity of their features `x` (n, D), which are unit vectors. With perceptual
+    hashes, as `signs` (n, 64) of -1 and 1, two samples are similar only if their hashes differ in at most `bits` bits,
+    as they are or after one image is mirrored."""
 
     x: Tensor
     signs: Tensor | None = None
     bits: int = 64
 
     def between(self, rows: Tensor, others: Tensor) -> Tensor:
-        """Return the cosine similarities (r, o) of `rows` (r,) to `others` (o,), -1 where hashes differ too much."""
+        """Return the cosine similarities (r, o) of `rows` (r,) and `others` (o,), -1 where hashes differ too much."""
         out = self._directions(rows) @ self._directions(others).T
         if self.signs is not None:
             mirror = signs(MIRRORED.reshape(1), self.x.device)

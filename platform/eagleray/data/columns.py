@@ -330,7 +330,8 @@ def files_of(url: str) -> list[str]:
 
 
 def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
-    """Return the wanted columns of a Parquet or CSV file, and the names of all its columns. Raises UserError."""
+    """Return the wanted columns of a Parquet or CSV file, and the names of all its columns. Raises UserError if
+    it is missing or damaged."""
     data = io.BytesIO(read_file(url))
     with explained(f"{url}: cannot be read", pa.ArrowException, OSError):
         if not url.lower().endswith(".parquet"):

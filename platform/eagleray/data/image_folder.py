@@ -170,7 +170,7 @@ def _list_spans(root: str, images: ImageList, left: Sequence[Names], note: Calla
 
 
 class Images(NamedTuple):
-    """Some images of a folder that are read to index them."""
+    """Some of a folder's images, read together to index them or to see whether they have changed."""
 
     url: str  # URL of the folder
     images: tuple[Read, ...]

@@ -41,8 +41,9 @@ UNITS = 2  # groups of images that are read at a time, each with several request
 
 
 def scan_shard(blob: Blob | Images) -> tuple[Blob, pa.Table] | tuple[Images, list[Read]]:
-    """Read a whole shard. Return the shard, with a tag if it is local, and the rows of its samples. For some images of
-    a folder, return these images and what was read of each."""
+    """Read a whole shard, or a group of a folder's images. Return a shard with the table of its samples; a local one
+    gets a tag with its checksum, by which a change is noticed later. Return a group with its images, to which checksums
+    or the reasons why they cannot be used are added."""
     if isinstance(blob, Images):
         return blob, blob.read()
     blob = replace(blob, tag=content_tag(blob)) if store.folder_of(blob.url) else blob

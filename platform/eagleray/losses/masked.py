@@ -33,7 +33,7 @@ class Masks(NamedTuple):
 
     hidden: Tensor  # (2 * B, h, w) view-major, true for a hidden patch
     rows: Tensor  # (n,) indices of the hidden patches among the 2 * B * N patches
-    pairs: Match  # matches each hidden patch with itself; weighted for a mean over a crop's patches, then over crops
+    pairs: Match  # each hidden patch with the teacher's; weighted for a mean over a crop's patches, then over crops
 
 
 def independent_shares(images: int, probability: float, bounds: tuple[float, float], seed: int) -> Shares:

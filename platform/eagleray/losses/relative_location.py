@@ -16,11 +16,12 @@ from eagleray.models.heads import mlp
 HIDDEN = 512
 VARIANCE_WEIGHT = 1e-3  # the weight of the log-variance in L_reg; the paper does not give it
 
-# l1 predicts an offset as a number (the paper's L), ce as a class (L_ce), reg as the mean over classes, with its error
-# divided by their variance (L_reg). Offsets are absolute or, in signed modes, have a sign (L*).
+# How an offset is predicted. "l1": as a number (the paper's L). "ce": as a class (L_ce). "reg": as the mean of the
+# predicted distribution over classes, whose squared error is divided by the distribution's variance (L_reg). The offset
+# is absolute or, in the modes "*_signed", has a sign (L*).
 Mode = Literal["l1", "l1_signed", "ce", "ce_signed", "reg", "reg_signed"]
-# On an axis of k tokens, raw is the offset in tokens, plus k - 1 if signed; normalised is raw divided by its largest
-# value; paper is the offset divided by k.
+# What is predicted on an axis of k tokens. "raw": the offset in tokens, to which signed modes add k - 1, so that it is
+# not negative. "normalised": raw divided by its largest value. "paper": the offset divided by k.
 Targets = Literal["raw", "normalised", "paper"]
 
 Pool = Literal["3x3", "2x2"]  # window of an average pooling with a stride of two tokens

@@ -85,7 +85,8 @@ class EsViT(Method):
             right = self.right(pairs, batch, s_regions, t_regions)
         else:
             l_r = right = torch.zeros_like(l_v)
-            loss = l_v + zero_loss(self.student.region_head)  # `before_step` drops the zero gradients
+            # Ranks wait for a gradient of all parameters; `before_step` drops the zeros, so that weights do not decay.
+            loss = l_v + zero_loss(self.student.region_head)
         stats = assignment_stats(t, self.center, tau_t)
         # The loss above uses the centre of the previous steps, so the centre is updated after it. As in the authors'
         # code, each loss has its own centre, a mean of scores; in algorithm 1 both are means of probabilities.

@@ -229,10 +229,12 @@ def check_groups(group: int, rows: tuple[int, ...]) -> None:
 def shuffle(
     x: Tensor, rows: tuple[int, ...], group: int | None, *, seed: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Shuffle the rows of x (B, ...) across all ranks. Return this rank's rows, and a function that undoes the shuffle.
+    """Shuffle the rows of x (B, ...) across all ranks, so that the batch norm groups of keys hold other images than
+    those of queries. Return this rank's rows, and a function that undoes the shuffle.
 
-    If `group` is None, x is returned unchanged, as the order matters to groups only. `rows` are the ranks' numbers of
-    rows. Raises UserError when `check_groups` does."""
+    `rows` is the number of rows of each rank, `group` the number of images in a group. If it is None, x is returned
+    unchanged, as batch norm over all rows does not depend on their order. Raises UserError for a `group` that does not
+    fit `rows` (see `check_groups`)."""
     if group is None:
         return x, lambda y: y
     check_groups(group, rows)

@@ -22,7 +22,8 @@ def checkpoint_blocks(model: nn.Module) -> None:
     Gradients and buffers are bit-identical: a block draws the same random numbers again, and batch norm counts a batch
     once. Raises UserError for a model without stages or blocks."""
     for block in blocks(model):
-        # Only the method is replaced: a wrapper would rename the parameters. A copy of the block binds it to the copy.
+        # Only `forward` is replaced: a wrapper would rename the parameters. It is a method and
+        # not a closure, so that a copy of the block, such as an EMA teacher's, runs with its own parameters.
         block.forward = types.MethodType(_forward, block)  # type: ignore[method-assign]
 
 

@@ -200,7 +200,7 @@ class _Array:
     tensor: Tensor | None = None
 
     def __init__(self, *_: Any) -> None:
-        """Ignore the arguments, as `__setstate__` gets the shape."""
+        """Ignore the arguments of a pickled array, as `__setstate__` gets its shape."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, numbers, column_major, data = state

@@ -45,7 +45,7 @@ class FollowRun:
         self.log, self.metrics = Tail(folder / layout.LOG), Tail(folder / layout.METRICS, whole=True)
         self.scores: dict[str, float] = {}  # newest scores by key, kept as most lines of metrics.jsonl have none
         self.failure = ""  # newest error of the log, not printed yet: a command that ends with this error prints it
-        self.silence = QUIET  # seconds without a step after which the next line says that the run is starting
+        self.silence = QUIET  # seconds without metrics after which `_say_that_it_starts` prints; doubles each time
         self.next_step, self.printed = 0, time.monotonic()  # step of the next progress line, time of the last
         self.pace: deque[float] = deque(maxlen=RECENT)  # images per second, the newest last
         start = max((r["step"] for r in history(parse_lines(self.metrics.lines()))), default=0)
@@ -62,7 +62,7 @@ class FollowRun:
     ) -> None:
         self.ended.set()
         self.thread.join()
-        if not error:  # the error in the log is that of an earlier attempt, after which the run was started again
+        if not error:  # the run ended well, so an error in its log is that of an attempt before
             self.failure = self.failure.replace("error: the run failed", "warning: an earlier attempt failed", 1)
         if not error or one_line(error) not in self.failure:
             self._print_failure()

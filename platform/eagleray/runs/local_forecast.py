@@ -44,7 +44,7 @@ SMALL = 0.01  # share of a CPU's memory below which a run's weights and images c
 STATE = 4  # size of weights, gradients and two moments as a multiple of the weights
 FILES = 16  # number of images that are decoded to measure the speed of loading
 IMAGES = 4  # images per measured step
-LEAST = 1.0  # least seconds for which steps are measured, two or more after a warm-up step; the fastest counts
+LEAST = 1.0  # least seconds for which steps are timed: after a warm-up step, at least two, of which the fastest counts
 SECONDS = 0.4  # seconds for which decoding is measured
 IMAGE_BYTES = 115_000  # mean bytes of an image file in ImageNet-1k: 147 GB for 1.28 M images
 

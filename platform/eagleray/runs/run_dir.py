@@ -181,8 +181,11 @@ class RunDir:
                 log.info("continuing from step %d with %d rank%s", step, ranks, "s" * (ranks > 1))
 
     def cut(self, step: int, found: Mapping[str, int]) -> None:
-        """Drop the lines of histories about steps after this one, on rank 0. Findings and bad samples are noted later
-        than their steps or have none, so they are cut to the lengths in `found`, which is empty at the first step."""
+        """On rank 0, drop the lines of histories about later steps than this one, at which the run continues.
+
+        Findings and bad samples cannot be cut by step, as they are noted later than their steps or have none. As many
+        of their lines stay as the checkpoint counted: `found`, by file name; empty without a checkpoint. If the run had
+        ended at a later step, its summary and its export are deleted."""
         if read_summary(self.path).get("steps", 0) > step:  # the run goes back to before its end
             (self.path / layout.SUMMARY).unlink()
             shutil.rmtree(self.path / layout.EXPORT, ignore_errors=True)

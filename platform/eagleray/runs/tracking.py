@@ -55,7 +55,8 @@ def tracking_of(folder: Path, name: str | None = None) -> Tracking:
 
 
 def read_note(note: Path, uri: str) -> dict[str, Any]:
-    """Return what the note file says about the run on the server `uri`, or nothing if it is on other servers only."""
+    """Return what the note file (mlflow.json) says about the run on the MLflow server `uri`, such as its id there.
+    Empty if the file is missing or names other servers only."""
     return _read(note).get(hide_secrets(uri), {})
 
 

@@ -27,7 +27,7 @@ class Stalled(TimeoutError):
 
 
 class _Floor(io.RawIOBase):
-    """Passes on the bytes of a socket while they come fast enough. Time in which nobody reads does not count."""
+    """Passes on the bytes of a socket. Raises Stalled if they come too slowly while they are read, or are too many."""
 
     most = float(SMALL)
 
@@ -116,7 +116,8 @@ def body_of(response: Any) -> bytes:
 
 
 def whole_number(said: object, *, most: int) -> int:
-    """Return a field of an answer as an integer. Raises Transient if it is not a number from 0 to `most`."""
+    """Return the number of bytes that a server `said`, in a header or in JSON, as an integer. Raises Transient if it is
+    not a whole number from 0 to `most`."""
     text = str(said)
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
         raise Transient(f"expected a number of bytes up to {most}, got {text[:40]!r}")

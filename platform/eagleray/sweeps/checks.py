@@ -78,7 +78,8 @@ def check_objective(sweep: Sweep) -> None:
 
 
 def never_earlier(sweep: Sweep, name: str) -> bool:
-    """Return whether all trials of the alternative `name` evaluate their backbones after their last epoch only."""
+    """Return whether evaluate.every is at least optim.epochs at all corners of the search space of the sweep's
+    alternative `name`, so that its trials are evaluated only at their end. The caller handles evaluate.every=0."""
     trials = [recipe_of(sweep, name, values, name) for values in corners(sweep.alternatives[name].space)]
     return all(r.evaluate.every >= r.optim.epochs for r in trials)
 

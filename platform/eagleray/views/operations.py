@@ -55,8 +55,8 @@ def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 def augment(crop: Tensor, view: View, seed: int) -> None:
     """Apply the view's RandAugment policy to a uint8 crop (3, S, S) in place. The seed decides the operations.
 
-    The view's flip comes after the policy, in timm before it. The distribution is the same, because every horizontal
-    operation has a random sign."""
+    The view is flipped after the policy, while timm flips first. The views have the same distribution either way:
+    rotation, shear and translation have a random sign, so each is as likely as its mirror image."""
     assert view.randaugment
     image = Image.fromarray(crop.permute(1, 2, 0).numpy())
     with seed_global_generators(seed):

@@ -108,9 +108,9 @@ def pictures(
     mass: float,
     out: Path,
 ) -> tuple[Path, ...]:
-    """Draw three pictures with a row for each image: the maps of the heads `picked`, with entropies `bits` (heads,);
-    the fewest patches that hold `mass` of each map; and the attention of the patches at `queries`. See `head_maps` for
-    `asked`."""
+    """Draw three sheets with a row for each image, and return their paths: the attention maps of the heads `picked`;
+    the fewest patches that hold the share `mass` of each map; and the attention of the patches at `queries`. `bits`
+    (heads,) are the entropies of the heads, in bits. See `head_maps` for `asked`."""
     names = [f"head {h}: {bits[h]:.1f} bits" for h in picked]
     heads: dict[str, list[draw.Tile]] = {}
     masked: dict[str, list[draw.Tile]] = {}
