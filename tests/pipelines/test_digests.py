@@ -1,6 +1,7 @@
 """Every shipped recipe resolves to the same tree as on the day its digest was written, byte for byte.
 
-Run as a program it writes the digests of names that are new, and forgets those of names that are gone.
+Run as a program it writes the SHA-256 of every recipe and the identities of new ones, and forgets names that are gone.
+It names the recipes whose identity would change. To accept that, delete their lines first.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ def test_every_recipe_resolves_to_the_same_bytes_and_keeps_its_identity():
 
 
 if __name__ == "__main__":
-    written = json.loads(DIGESTS.read_text())
-    lines = [f'  "{n}": {json.dumps(written.get(n) or digests(n))}' for n in bundled.names()]
+    written, now = json.loads(DIGESTS.read_text()), {name: digests(name) for name in bundled.names()}
+    lines = [f'  "{n}": {json.dumps([d[0], written.get(n, d)[1]])}' for n, d in now.items()]
     DIGESTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print("identity would change:", *[n for n, d in now.items() if written.get(n, d)[1] != d[1]] or ["of none"])
