@@ -10,10 +10,14 @@ import pytest
 import yaml
 from helpers import forked
 from helpers.commands import refused
+from helpers.layouts import write_parquet
+from helpers.pictures import jpeg
 from typer.testing import CliRunner
 
 from eagleray.api.pretrain import pretrain
 from eagleray.cli import main
+from eagleray.cli.early import check_data
+from eagleray.data.index import open_index
 from eagleray.runs import recipe
 
 RUN = CliRunner()
@@ -178,3 +182,14 @@ def test_from_images_to_a_timm_model(small: Path, tmp_path: Path):
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "torch.Size([1, 24])" in loaded.stdout, loaded.stderr
+
+
+def test_data_are_indexed_by_the_columns_that_a_recipe_names(small: Path, tmp_path: Path):
+    """They are not those that would be found, neither before nor after PyTorch is imported."""
+    more = {"photo": [jpeg(i) for i in range(66)], "class_id": [i % 6 for i in range(66)]}
+    write_parquet(tmp_path / "set" / "0.parquet", 0, 66, **more)
+    data = f"data.train=[{{url: {tmp_path / 'set'}, image: photo, label: class_id}}]"
+    read = recipe.load(str(small), [data, "data.test=null", f"out={tmp_path / 'out'}"])
+    check_data(read)
+    index = open_index([dataclasses.replace(read.data.sources()[0], url=str(tmp_path / "set"))])
+    assert sorted({*index.label.tolist()}) == [*range(6)]

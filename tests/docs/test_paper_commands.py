@@ -15,10 +15,10 @@ from helpers.s3.server import store_of
 from huggingface_hub import constants
 
 from eagleray.config import bundled
-from eagleray.engine.export import to_timm
 from eagleray.runs import pretrain
 
 pytestmark = pytest.mark.slow
+WRITE_EXPORT = pretrain.write_export
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator
     for method in ("mocov3", *reader_home.OTHER_RUNS):
         (place / f"{method}.yaml").write_text(reader_home.small(method))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "to_timm", to_timm)  # the only run whose export is read
+        patch.setattr(pretrain, "write_export", WRITE_EXPORT)  # the only run whose export is read
         run("pretrain", *arguments(place / "mocov3.yaml", folder / "labelled", place / "mine"))
     for method, name in reader_home.OTHER_RUNS.items():
         run("pretrain", *arguments(place / f"{method}.yaml", folder / "labelled", folder / "runs" / name))

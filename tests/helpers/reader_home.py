@@ -58,8 +58,10 @@ INSTEAD = {
     r"\bROOT\b": "suite",
     r"\bRECIPE\b": "dino_vits16_in1k_ep100",
     r"timm:swin_(small|tiny)_patch4_window7_224(\.ms_in1k)?": "runs/mine",
+    r"timm:vit_small_patch16_dinov3\.lvd1689m": "runs/mine",
     r"(evaluate timm:\S+ --train labelled)/train(?! --test)": r"\1/test",
     rf"({PUBLIC})": r"\1 workers=0 data.lanes=8 data.workers=0 optim.batch=8 max_steps=2 evaluate.limit=16",
+    r"(continue_dinov3_vits16 .*) start\.freeze=\S+ method\.teacher_temp\.warmup=\S+": r"\1",
     r"size: 518": "size: 16",
     r"size: 98(.*)count: 8": r"size: 8\1count: 2",
     r"--batch 1024": "--batch 4",
@@ -148,9 +150,12 @@ def lay_out(home: Path) -> None:
     for place in ("shards", "shards/a", "shards/b", "shards/train"):
         shutil.copytree(home / "labelled" / "train", home / place, dirs_exist_ok=True)
     fill(home / "photos", [f"{i}.jpg" for i in range(140)])
+    more = {"photo": [jpeg(i) for i in range(66)], "class_id": [i % 6 for i in range(66)]}
+    write_parquet(home / "set" / "0.parquet", 0, 66, **more)
     (home / "1percent.txt").write_text("".join(f"{i:09d}.JPEG\n" for i in range(12)))
-    for name in ("my_recipe.yaml", "tuned.yaml"):
-        (home / name).write_text(TUNED)
+    (home / "tuned.yaml").write_text(TUNED)
+    (home / "my_recipe.yaml").write_text("base: dino_vits16_in1k_ep100\ndata: {train: labelled/train}\n")
+    (home / "takedown.csv").write_text("shard,key\ntrain-000000.tar,000000012\n")
     fill(home / "DAVIS" / "JPEGImages" / "480p" / "blackswan", [f"{i:05d}.jpg" for i in range(7)])
     bands(home)
     downloads(home)
@@ -229,6 +234,7 @@ def fill_store(home: Path) -> None:
         store.store("s3://bucket").put(f"s3://bucket/x-{i:02d}.tar", path)
     upload("s3://photos/products", (home / "photos").glob("*.jpg"))
     upload("s3://bucket/photos", sorted((home / "photos").iterdir())[:64])
+    upload("s3://bucket/set", (home / "set").iterdir())
     upload("s3://bucket/raw", home.glob("part-*.tar"))
     upload("s3://mirror/openimages", (home / "mirror").iterdir())
     upload("s3://open-images-dataset/train", (home / "mirror" / f"{name}.jpg" for name in IDS[:3]))
@@ -251,7 +257,7 @@ def written_by(words: list[str]) -> list[str]:
     if given or words[0] not in ("pretrain", "finetune", "tune"):
         return given
     recipe = words[2 if words[0] == "finetune" else 1]
-    return [f"runs/{Path(recipe).stem}"]
+    return [] if recipe.startswith("runs/") else [f"runs/{Path(recipe).stem}"]  # a run goes on where it is
 
 
 def upload(url: str, files: Iterable[Path]) -> None:

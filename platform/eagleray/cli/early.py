@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -97,9 +98,10 @@ def check_data(recipe: Recipe) -> None:
         if images < recipe.optim.batch:
             raise fit.too_small(recipe, images)
     out = store.absolute(recipe.out.rstrip("/"))
+    given = {store.absolute(source.url): source for source in (*recipe.data.sources(), *(recipe.data.test or ()))}
     for url, listing in (train | test).items():
         if listing and lacks_index(listing, out):
-            open_shown(url, out, note=say, channels=recipe.data.channels)
+            open_shown([replace(given[url], url=url)], out, note=say, channels=recipe.data.channels)
 
 
 def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
