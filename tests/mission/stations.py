@@ -217,7 +217,7 @@ def cold_features(printed: str, pixels: Any, probe: Path) -> list[list[float]]:
     import torch
 
     torch.save(pixels, probe)
-    line = " ".join(printed[printed.index("timm.create_model(") :].split())
+    line = printed[printed.index("timm.create_model(") :].splitlines()[0]
     done = subprocess.run(
         [sys.executable, "-I", "-c", LOAD, line, str(probe)], capture_output=True, text=True, timeout=600
     )
