@@ -127,7 +127,7 @@ class Programs:
 
     def __init__(self, claims: Sequence[Claim], clock: Clock, keys: Sequence[str]) -> None:
         self.claims, self.clock, self.keys = claims, clock, keys
-        self.waiting: dict[str, list[Future[None]]] = {}  # the trials of a claim
+        self.waiting: dict[str, list[Future[bool]]] = {}  # the trials of a claim; whether each has ended
         self.failed: list[str] = []
 
     def run(self, programs: int) -> list[str]:
@@ -135,7 +135,7 @@ class Programs:
         UserError."""
         if programs < 1:
             raise UserError(f"--programs {programs}: expected 1 or more")
-        begun: list[tuple[Claim, Future[None]]] = []
+        begun: list[tuple[Claim, Future[Any]]] = []
         with ThreadPoolExecutor(programs) as pool:
             for claim in self.claims:
                 study = Study(load(claim.sweep, [f"out={RUNS}/{claim.sweep}"]), str((RUNS / claim.sweep).absolute()))
@@ -154,11 +154,12 @@ class Programs:
                 raise error  # a defect: its traceback is wanted
         return self.failed
 
-    def _next(self, claim: Claim, study: Study) -> None:
-        """Run the next trial of a sweep, once those that it starts from have ended, and apply the claim's protocols."""
-        wait(self.waiting.get(claim.after, ()))
-        if not self.clock.left() or not (row := study.next()):
-            return
+    def _next(self, claim: Claim, study: Study) -> bool:
+        """Run the next trial of a sweep, if all those that it may start from have ended, and apply the claim's
+        protocols. Returns whether the trial has ended."""
+        first, _ = wait(self.waiting.get(claim.after, ()))
+        if any(f.exception() or not f.result() for f in first) or not self.clock.left() or not (row := study.next()):
+            return False
         recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
         file, out = study.folder / f"{row['id']}.yaml", study.trial(row["id"])
         file.write_text(config.dump(recipe))
@@ -166,10 +167,11 @@ class Programs:
         if status == 0 and Path(out, "summary.json").exists():
             study.set(row["id"], state="finished", **reached(Path(out), study.sweep.objective.key))
             self._evaluate(claim, Path(out))
-            return
+            return True
         study.set(row["id"], state="waiting")
         if self.clock.left():
             self.failed.append(f"{claim.sweep} {row['id']} with status {status}")
+        return False
 
     def _evaluate(self, claim: Claim, trial: Path) -> None:
         """Apply the claim's protocols to a trial that has ended, unless no time is left."""

@@ -264,18 +264,21 @@ def test_programs_take_the_trials_of_claims_side_by_side(
         "early": "seed: {grid: [0, 1]}",
         "late": "seed: {grid: [0, 1]}",
         "bad": f"data.test: {{grid: [{shards / 'test'}, nowhere]}}",
+        "never": "seed: {grid: [0]}",
     }
+    after = {"late": "early", "never": "bad"}
     for name, values in space.items():
         text = f"recipe: {small}\nspace: {{{values}}}\nobjective: {{key: loss, mode: min}}\nsearch: grid\n"
         (tmp_path / f"{name}.yaml").write_text(f"{text}scheduler: none\n")
     programs = proof["Programs"]
     monkeypatch.setitem(programs.run.__globals__, "RUNS", tmp_path)
     monkeypatch.setitem(programs.run.__globals__, "load", lambda name, keys: load(f"{tmp_path / name}.yaml", keys))
-    claims = [proof["Claim"](name, "", "", (), after="early" * (name == "late")) for name in space]
+    claims = [proof["Claim"](name, "", "", (), after=after.get(name, "")) for name in space]
     keys = [f"data.train={shards / 'train'}", "workers=0", "max_steps=4", "evaluate.probe_epochs=0"]
     failed = programs(claims, proof["Clock"](600), keys).run(2)
     assert failed == ["bad 001 with status 2"]
     rows = {name: [r["state"] for r in read_lines(tmp_path / name / "trials.jsonl")] for name in space}
+    assert rows.pop("never") == [], "it starts from trials of which one has failed"
     assert rows == {"early": ["finished"] * 2, "late": ["finished"] * 2, "bad": ["finished", "waiting"]}
     [row, _] = read_lines(tmp_path / "early" / "trials.jsonl")
     assert (row["step"], row["steps"]) == (4, 4)
@@ -294,7 +297,7 @@ def test_programs_take_the_trials_of_claims_side_by_side(
     monkeypatch.setitem(programs.run.__globals__, "evaluate", evaluate)
     assert programs(claims[:2], proof["Clock"](600), keys).run(2) == [], "all are done"
     assert sorted(evaluated) == [(name, number) for name in ("early", "late") for number in ("000", "001")]
-    assert programs(claims[2:], proof["Clock"](0), keys).run(2) == [], "no time is left"
+    assert programs(claims[2:3], proof["Clock"](0), keys).run(2) == [], "no time is left"
     assert len(evaluated) == 4
 
 
