@@ -60,9 +60,10 @@ HOURS ?= 1
 soak: setup
 	HOURS=$(HOURS) $(RUN)/python -m pytest -q tests/chaos/test_soak.py
 
-# An error or a power loss at every call of a short run to its disk and its store, one after the other.
+# An error or a power loss at every call of a short run to its disk and its store, one after the other; and faults of
+# training, which a run must name.
 faults: setup
-	STRIDE=1 $(RUN)/python -m pytest -v -n 2 -m campaign tests/runs/test_faults.py
+	STRIDE=1 $(RUN)/python -m pytest -v -n 2 -m campaign tests/runs/test_faults.py tests/benchmarks/test_faults.py
 
 # New inputs for all tests that draw some: with 5, a hundred thousand tars, ten thousand images and recipes each, and two
 # thousand indexes, cards, manifests, tables, Parquet and COCO files each. Without FUZZ in the environment, `-m campaign -k

@@ -41,6 +41,8 @@ class Scheduler(LoadGroupScheduling):
     """Under `--dist loadgroup` the tests of some folders run one at a time, beside the others."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/docs/test_paper_commands.py"):
+            return "pages"  # one after the other, as they share what takes a minute to make, but beside the clusters
         return "clusters" if nodeid.split("/")[1] in ONE_AT_A_TIME else nodeid
 
 

@@ -21,6 +21,7 @@ HEALTHY = (
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_faults_are_named_and_healthy_runs_left_alone(capsys: pytest.CaptureFixture[str]):
     done = subprocess.run(

@@ -194,6 +194,7 @@ def test_two_writers_and_crashes_between_any_two_requests():
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_two_writers_for_long_fuzz():
     run_state_machine_as_test(TwoWriters, settings=settings(SETTINGS, max_examples=200, stateful_step_count=25))
