@@ -189,7 +189,7 @@ def killed_at(number: int, out: str, listed: str, folder: str, environment: dict
 
 
 @pytest.mark.parametrize(
-    ("place", "every"), [("folder", 2), ("bucket", 7), pytest.param("folder", 1, marks=pytest.mark.slow)]
+    ("place", "every"), [("folder", 5), ("bucket", 15), pytest.param("folder", 1, marks=pytest.mark.slow)]
 )
 def test_after_a_kill_at_any_change_of_a_file_the_same_command_completes(
     place: str, every: int, data: Path, tmp_path: Path, bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +268,7 @@ def test_a_second_list_goes_back_to_before_a_neighbour_stood_in(data: Path, tmp_
     assert_as_never_read(data, out, tmp_path, "checkpoint.keep=9")
 
 
+@pytest.mark.slow
 def test_two_ranks_forget_as_one_does(data: Path, tmp_path: Path):
     keys = [*keys_of(data, "unused", "checkpoint.keep=9", "optim.epochs=4")]
     del keys[1]
