@@ -1,6 +1,5 @@
 """What tests share: one thread, a quiet environment, and small labelled shards."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -26,8 +25,6 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, also by commands that tests start
 torch.set_num_threads(1)
-# A copy of this process lacks its threads; what waits for them when it is deleted, as in DuckDB, would end the copy.
-os.register_at_fork(after_in_child=gc.freeze)
 # The same inputs each time, so that a commit that passed once passes again; `make fuzz` looks for new ones.
 hypothesis.settings.register_profile("same", derandomize="FUZZ" not in os.environ, database=None)
 hypothesis.settings.load_profile("same")

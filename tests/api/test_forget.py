@@ -189,7 +189,13 @@ def killed_at(number: int, out: str, listed: str, folder: str, environment: dict
 
 
 @pytest.mark.parametrize(
-    ("place", "every"), [("folder", 5), ("bucket", 15), pytest.param("folder", 1, marks=pytest.mark.slow)]
+    ("place", "every"),
+    [
+        ("folder", 5),
+        ("bucket", 15),
+        pytest.param("folder", 1, marks=pytest.mark.slow),
+        pytest.param("bucket", 7, marks=pytest.mark.slow),
+    ],
 )
 def test_after_a_kill_at_any_change_of_a_file_the_same_command_completes(
     place: str, every: int, data: Path, tmp_path: Path, bucket: CountingBucket, monkeypatch: pytest.MonkeyPatch

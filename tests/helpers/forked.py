@@ -3,6 +3,7 @@
 A copy of the tests' own process could not train: PyTorch refuses gradients in a copy of a process that has had them
 computed while an accelerator was there, such as the simulated one."""
 
+import gc
 import inspect
 import multiprocessing
 import os
@@ -25,6 +26,8 @@ import eagleray
 from eagleray.base.errors import Outage, UserError
 from eagleray.engine import export
 
+# A copy of a process lacks its threads; what waits for them when it is deleted, as in DuckDB, would end the copy.
+os.register_at_fork(after_in_child=gc.freeze)
 # Of the tests before any of them has begun; the process that is copied finds their helpers by it.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 CONTEXT: Any = multiprocessing.get_context("forkserver")

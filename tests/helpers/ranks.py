@@ -1,7 +1,6 @@
 """Runs on several gloo ranks without Ray."""
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -116,7 +115,6 @@ def on_ranks(
 
 
 def _one(rank: int, ranks: int, store: Path, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    gc.freeze()  # what a copied process has is not finalized here, where its threads are missing
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
