@@ -49,7 +49,7 @@ def plan(
     from eagleray.datasets.catalogue import images_of
     from eagleray.runs.local_forecast import plan_run
 
-    if images or not loaded.data.train:  # leave out data.train, which this machine may be unable to read
-        loaded, images = replace(loaded, data=replace(loaded.data, train=None)), images or images_of(str(recipe))
+    if not loaded.data.train:
+        images = images or images_of(str(recipe))
     found = plan_run(loaded, gpu=gpu, images=images, cpus=cpus, input_rate=input_rate, store_rate=store_rate)
     return replace(found, price=price)

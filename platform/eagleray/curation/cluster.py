@@ -12,7 +12,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
@@ -21,15 +20,17 @@ from eagleray.base.numbers_given import whole
 from eagleray.base.progress import PhaseProgress
 from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.curation import balance, kmeans
-from eagleray.curation.copies import Comparison, Tick, find_copies
+from eagleray.curation.copies import Comparison, Tick, find_copies, vectors
 from eagleray.curation.near_copies import LENGTH, hash_tables
 from eagleray.curation.stages import Stages
+from eagleray.data import index_file
 from eagleray.data.columns import MEASURED
 from eagleray.data.digests import shard_digests
 from eagleray.data.index import Index, open_shown
 from eagleray.data.sample_table import About, SampleTable, home_of, index_of
+from eagleray.data.sample_uses import with_keys
 from eagleray.engine import world
-from eagleray.evaluation.embeddings import open_embedding, read_features
+from eagleray.evaluation.embeddings import open_embedding
 
 EACH = 1000  # mean number of samples per cluster of the lowest level, by default
 NEIGHBOURS = 4  # nearest clusters of a sample, its own included, in which its near copies are sought
@@ -145,13 +146,6 @@ def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note)
                 f"warning: these are {copies / len(index):.0%}: the features hardly tell images apart; a model that "
                 f"was trained for longer does, or --similar above {task.table.about.settings['similar']:g}"
             )
-
-
-def vectors(table: SampleTable, part: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the features (n, D), scaled to length 1, of the samples in a part of the table that have features, and the
-    indices of these samples (n,)."""
-    features, good = read_features(table, table.samples(part))
-    return functional.normalize(torch.from_numpy(features[good]), dim=1).numpy(), table.samples(part)[good]
 
 
 def find_clusters(task: Task, stages: Stages, device: torch.device, tick: Tick) -> Clusters:
@@ -276,12 +270,6 @@ def write(
 
 
 def names_of(index: Index, samples: NDArray[np.int64]) -> dict[int, str]:
-    """Return the names of samples, such as `train-000003.tar/000123`. Their indices rise; each shard is read once."""
-    names: dict[int, str] = {}
-    shards = np.searchsorted(index.first, samples, side="right") - 1
-    for shard in np.unique(shards).tolist():
-        mine = samples[shards == shard]
-        keys = index.column(shard, ["key"])["key"].take(pa.array(mine - int(index.first[shard]))).to_pylist()
-        url = index.shards[shard].url.rpartition("/")[2]
-        names |= {row: f"{url}/{key}" for row, key in zip(mine.tolist(), keys, strict=True)}
-    return names
+    """Return the names of samples, such as `train-000003.tar/000123`."""
+    named = with_keys(index, samples.tolist())
+    return {sample: f"{index_file.name(index.shards[shard])}/{key}" for sample, shard, key in named}

@@ -127,7 +127,7 @@ def compare(
             some = np.concatenate([stay, guests[begin : min(begin + GUESTS, high)]])
             one, two, alike = (v.cpu().numpy() for v in across(likeness(some), len(stay), of.similar))
             pairs.append((file.rows[some[one]], file.rows[some[two]], alike))
-        mapped.madvise(mmap.MADV_DONTNEED)  # as pages that were read count as this process's memory
+        mapped.madvise(mmap.MADV_DONTNEED)  # pages that were read count as this process's memory
     pairs.append((order[:0], order[:0], similarity[:0]))
     one, two, alike = (np.concatenate(column) for column in zip(*pairs, strict=True))
     found: dict[str, NDArray[Any]] = {"rows": order, "original": original, "similarity": similarity}
@@ -142,6 +142,13 @@ class Features:
     rows: NDArray[np.int64]
 
 
+def vectors(table: SampleTable, part: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the features (n, D), scaled to length 1, of the samples in a part of the table that have features, and the
+    indices of these samples (n,)."""
+    features, good = read_features(table, table.samples(part))
+    return functional.normalize(torch.from_numpy(features[good]), dim=1).numpy(), table.samples(part)[good]
+
+
 def sort_features(
     table: SampleTable, batch: NDArray[np.int32], wanted: Sequence[int], folder: Path, tick: Tick
 ) -> dict[int, Features]:
@@ -151,15 +158,13 @@ def sort_features(
     rows: dict[int, list[NDArray[np.int64]]] = {number: [] for number in wanted}
     for part in table.parts:
         samples = table.samples(part)
-        inside = [number for number in np.unique(batch[samples]).tolist() if number in rows]
-        if inside:
-            features, good = read_features(table, samples)
-            x = functional.normalize(torch.from_numpy(features), dim=1).half().numpy()
-        for number in inside:
-            here = (batch[samples] == number).any(1) & good
-            with writing(f"TMPDIR={folder.parent}"), (folder / f"{number}.f16").open("ab") as file:
-                x[here].tofile(file)
-            rows[number].append(samples[here])
+        if inside := [number for number in np.unique(batch[samples]).tolist() if number in rows]:
+            x, good = vectors(table, part)
+            for number in inside:
+                here = (batch[good] == number).any(1)
+                with writing(f"TMPDIR={folder.parent}"), (folder / f"{number}.f16").open("ab") as file:
+                    x[here].astype(np.float16).tofile(file)
+                rows[number].append(good[here])
         tick("sorting by cluster", int(samples[-1]) + 1, table.about.images)
     return {number: Features(folder / f"{number}.f16", np.concatenate(some)) for number, some in rows.items()}
 

@@ -9,7 +9,7 @@ The vectors to which the lowest level is fitted, and its first centres, depend o
 but not on their order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,16 +43,20 @@ class Level(NamedTuple):
 
 def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each vector x (n, D) the index (n,) of the most similar centre, and the cosine similarity (n,)."""
-    found = [(piece @ centres.T).max(1) for piece in x.split(max(COMPARED // len(centres), 1))]
+    found = [similarity.max(1) for similarity in _similarities(x, centres)]
     return torch.cat([f.indices for f in found]), torch.cat([f.values for f in found])
 
 
 def nearest_few(x: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return for each vector x (n, D) the m most similar centres (n, m), most similar first, where m is at most
     `count`, and the cosine similarity (n,) to the first of them."""
-    count, pieces = min(count, len(centres)), x.split(max(COMPARED // len(centres), 1))
-    found = [(piece @ centres.T).topk(count, dim=1) for piece in pieces]
+    found = [similarity.topk(min(count, len(centres)), dim=1) for similarity in _similarities(x, centres)]
     return torch.cat([f.indices for f in found]), torch.cat([f.values[:, 0] for f in found])
+
+
+def _similarities(x: Tensor, centres: Tensor) -> Iterator[Tensor]:
+    """Yield the cosine similarities (p, k) of pieces of the vectors x (n, D) to the centres (k, D)."""
+    return (piece @ centres.T for piece in x.split(max(COMPARED // len(centres), 1)))
 
 
 def numbers_of(x: NDArray[np.float32], seed: int) -> NDArray[np.float64]:

@@ -69,7 +69,7 @@ def near_copies(of: Likeness, threshold: float) -> tuple[Tensor, Tensor]:
         near, similarity = _most_similar(of, rows, stay)
         inside = of.between(rows, rows).tril(-1)
         kept = similarity < threshold
-        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # in order: a row depends on earlier ones
+        for row in (inside >= threshold).any(1).nonzero()[:, 0].tolist():  # a row depends on earlier ones
             kept[row] &= not bool(((inside[row] >= threshold) & kept).any())
         among = inside.masked_fill(~kept | torch.ones_like(inside, dtype=torch.bool).triu(), -1.0).max(1)
         closer = among.values > similarity

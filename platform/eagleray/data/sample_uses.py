@@ -1,9 +1,11 @@
 """Computes in which steps a sample is used, by inverting the order in which a stream reads."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -12,6 +14,16 @@ from eagleray.data.index import Index
 from eagleray.data.order import Run
 from eagleray.data.quarantine import BadSample
 from eagleray.data.reader import EpochPlan, Stream
+
+
+def with_keys(index: Index, samples: Iterable[int]) -> Iterator[tuple[int, int, str]]:
+    """Yield the samples in rising order, each with the index of its shard and its key. Each shard is read once."""
+    rising = np.array(sorted(samples), np.int64)
+    shards = np.searchsorted(index.first, rising, "right") - 1
+    for shard in np.unique(shards).tolist():
+        mine = rising[shards == shard]
+        keys = index.column(shard, ["key"])["key"].take(pa.array(mine - int(index.first[shard]))).to_pylist()
+        yield from zip(mine.tolist(), itertools.repeat(shard), keys)
 
 
 def samples_with(index: Index, key: str) -> Iterator[int]:

@@ -40,8 +40,8 @@ NAMED = re.compile(r"(.+)-e(\d+)-(\d+)")
 RECORDS = {layout.RECIPE, layout.ENVIRONMENT, layout.SUMMARY, layout.HEALTH_PLOT, layout.NEIGHBOURS, layout.MLFLOW}
 RECORDS |= {layout.PLACES, layout.START_SCORES, layout.EVALUATION}  # files that rank 0 writes as a whole
 RECORDS |= {layout.MATERIALS}
-NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, layout.FORGOTTEN}  # files that commands write, not rank 0
-NOTES |= {*layout.SWEEP_FILES}
+# Files that commands write, not rank 0.
+NOTES = {layout.RESULTS, layout.FORECAST, layout.CHOICE, layout.FORGOTTEN, *layout.SWEEP_FILES}
 OVERLAP = 4096  # last bytes of a copied history that are downloaded again, to check that it still has the same content
 LOCK = ".fetch"  # the file that a process locks while it downloads into a folder
 PATIENCE = 600.0  # seconds to wait for another process that downloads into the same folder
@@ -285,7 +285,7 @@ class Mirror(Background):
             for path in paths:
                 if not path.exists():
                     continue
-                stat = path.stat()  # before the upload, during which the file may grow
+                stat = path.stat()  # the file may grow during the upload
                 if self.sent.get(path) == (now := (stat.st_mtime_ns, stat.st_size)):
                     continue
                 if path in self.uploads:

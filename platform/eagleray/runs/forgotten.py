@@ -14,10 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagleray.base.files import parse_lines
+from eagleray.data import index_file
 from eagleray.data.image_folder import whole
 from eagleray.data.index import Index
 from eagleray.data.quarantine import Quarantine
-from eagleray.data.sample_uses import broken_samples
+from eagleray.data.sample_uses import broken_samples, with_keys
 from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
 
@@ -39,10 +40,7 @@ def write_forgotten(out: str, lines: Lines) -> None:
 
 def lines_of(index: Index, samples: Iterable[int], step: int) -> Lines:
     """Return the lines of forgotten.jsonl for `samples`, without which the run goes on from `step`."""
-    names = [_name(index, shard) for shard in range(len(index.shards))]
-    return [
-        {"shard": names[int(index.shard[s])], "key": index.keys(s, s + 1)[0], "step": step} for s in sorted(samples)
-    ]
+    return [{"shard": _name(index, shard), "key": key, "step": step} for _, shard, key in with_keys(index, samples)]
 
 
 def samples_of(index: Index, lines: Iterable[Mapping[str, Any]]) -> frozenset[int]:
@@ -73,4 +71,4 @@ def told(lines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _name(index: Index, shard: int) -> str:
     """Return a shard's file name. For a part of a folder of images it is the folder's, as paths in it are unique."""
-    return whole(index.shards[shard]).url.rpartition("/")[2]
+    return index_file.name(whole(index.shards[shard]))

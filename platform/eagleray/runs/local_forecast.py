@@ -88,9 +88,10 @@ def _here(recipe: Recipe) -> Devices:
 
 
 def _data(recipe: Recipe, images: int | None) -> tuple[TrainingSet, list[bytes]]:
-    """Return the training set and, if the recipe names one, some of its files. Raises UserError as `make_plan` does,
-    when nothing tells the number of images, and when these do not fill a batch."""
-    if recipe.data.train:
+    """Return the training set with, if it is read, some of its files. With `images`, it is not read, as it may be where
+    this machine cannot. Raises UserError as `make_plan` does, when nothing tells the number of images, and when these
+    do not fill a batch."""
+    if recipe.data.train and not images:
         opened = make_plan(resolve_paths(recipe), note=_say)
         samples = opened.stream.samples(range(opened.stream.lanes), start=0)
         return data_of(opened), [bytes(data) for _, data in itertools.islice(samples, FILES)]

@@ -103,8 +103,9 @@ def of_file(key: str, name: str, path: Path) -> Material:
 def newest_digest(out: str) -> str:
     """Return the SHA-256 that the manifest of a run's newest checkpoint states, or an empty text."""
     url = f"{out.rstrip('/')}/{layout.CHECKPOINTS}"
-    newest = names_in(blobs_of(url))[:1]
-    return "".join(str((parse_manifest(store.find(f"{url}/{n}.json") or b"") or {}).get("sha256", "")) for n in newest)
+    names = names_in(blobs_of(url))
+    manifest = parse_manifest(store.find(f"{url}/{names[0]}.json") or b"") if names else None
+    return str((manifest or {}).get("sha256", ""))
 
 
 def facts_of(

@@ -22,9 +22,9 @@ from eagleray.base.errors import UserError, hide_secrets, named
 from eagleray.config.plugins import PluginCopy
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.source import Source
+from eagleray.data import index_file
 from eagleray.data.digests import LENGTH
 from eagleray.data.index import Index, ScanAll, open_index, scan_here
-from eagleray.data.index_file import aside_in
 from eagleray.data.index_of_ranks import open_on_all
 from eagleray.data.reader import Stream
 from eagleray.data.selection import Selection
@@ -150,8 +150,8 @@ def opened_again(recipe: Recipe) -> Iterator[Plan]:
     """A context with the plan of an existing run, without its test set, for a command that asks for its order of
     samples. Nothing is written into the run's folder. Raises what `open_plan` raises."""
     with TemporaryDirectory(prefix="eagleray-order-") as scratch:
-        for blob in aside_in(recipe.out):  # indexes that could not be stored beside the data
-            (Path(scratch) / blob.url.rpartition("/")[2]).write_bytes(store.store(recipe.out).get(blob.url))
+        for blob in index_file.aside_in(recipe.out):  # indexes that could not be stored beside the data
+            (Path(scratch) / index_file.name(blob)).write_bytes(store.store(recipe.out).get(blob.url))
         (Path(scratch) / layout.FORGOTTEN).write_text(run_store(recipe.out).get(layout.FORGOTTEN) or "")
         data = replace(recipe.data, test=None)
         yield open_plan(replace(recipe, out=scratch, data=data), note=lambda _: None)

@@ -95,7 +95,7 @@ class OpenLine:
         """Add the values of further steps. A run that was continued with another precision or version may record other
         values in them: the line then has those that all its steps have."""
         names = [name for name in table.names if name in self.table.names or not len(self.table.rows)]
-        tables = [t for t in (self.table, table) if len(t.rows)] or [table]
+        tables = [self.table, table] if len(self.table.rows) else [table]
         self.table = StepTable(names, torch.cat([torch.stack([t.column(n) for n in names], 1) for t in tables]))
 
     def close(self) -> StepTable:
