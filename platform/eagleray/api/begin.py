@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """What a command has to know about a checked run to wait for its end."""
+    """The facts about a checked run that a command needs to wait for its end."""
 
     steps: int  # planned number of steps of the whole run
     batch: int  # images per step

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, such as the CPUs that Ray gives a task. Child processes inherit this number."""
+"""Keeps the number of CPUs that this process may use, such as Ray's for a task. Child processes inherit it."""
 
 import os
 

@@ -37,7 +37,7 @@ def drawn() -> list[str]:
     for seed, (split, count) in enumerate((("train", TRAIN), ("test", TEST))):
         place = RUNS / "shapes" / split
         if not (place / "index.parquet").exists():
-            for left in place.glob("*.tar"):  # of a demo that was killed while it wrote them
+            for left in place.glob("*.tar"):  # an earlier demo was killed while it wrote them
                 left.unlink()
             samples = progress_over("pictures", f"drawing {split}", pictures(seed, count), count)
             write_shards(samples, str(place), size=4 * 2**20)

@@ -49,7 +49,7 @@ def failure_of(out: str, command: str) -> dict[str, Any] | None:
 
 def report(error: Exception) -> dict[str, Any]:
     """Return a record of an error of this rank, to be stored if the error ends the run."""
-    rank = os.environ.get("RANK", "0")  # from the environment, as there may be no process group yet
+    rank = os.environ.get("RANK", "0")  # there may be no process group yet that knows it
     trace = f"rank {rank} failed\n{''.join(traceback.format_exception(error))}"
     return {"user": False, "why": f"{type(error).__name__}: {one_line(error)}", "trace": trace}
 

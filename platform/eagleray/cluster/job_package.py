@@ -25,7 +25,8 @@ from eagleray.storage.store import check_writable, folder_of, store
 # settings of NCCL, gloo, libfabric, PyTorch and Ray Train. None of these variables is meant to hold a secret.
 SENT = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT", "OMP_NUM_THREADS")
 BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "RAY_TRAIN_", "FI_")
-OF_THIS_MACHINE = ("TORCH_HOME",)  # not sent although it begins with TORCH_: a path of this machine
+# Variables that begin with TORCH_ but name a path of this machine, so they are not sent.
+OF_THIS_MACHINE = ("TORCH_HOME",)
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|(?<![a-z])key(?![a-z]))")  # names that suggest a secret
 SHARED = "expected an s3:// URL, or an absolute path that is the same on all nodes"
 

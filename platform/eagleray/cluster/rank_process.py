@@ -67,7 +67,7 @@ def train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) ->
             line.send(FAIL, failure | {"why": one_line(e)})
         last = FAILED, f"rank {os.environ['RANK']}: {failure['why']}", failure
     line.send(*last)
-    line.wait_for(GO)  # as the end of this process closes connections that other ranks may still need
+    line.wait_for(GO)  # the end of this process closes connections that other ranks may still need
 
 
 def _train(line: WorkerLine, attempt: int, why: str, given: Mapping[str, Any]) -> dict[str, Any] | None:

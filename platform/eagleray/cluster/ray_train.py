@@ -170,7 +170,8 @@ def raise_failure(out: str, command: str) -> None:
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
             run = run_store(out)
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):  # in a local folder, every rank writes it
+            # The run's folder may be local, where every rank has written the trace already.
+            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 

@@ -207,7 +207,7 @@ class Following:
 
 
 class RayWorker:
-    """What a supervisor needs from the worker of Ray Train in which it runs: warnings, metrics and failures."""
+    """The interface of the Ray Train worker in which a supervisor runs: it takes warnings, metrics and failures."""
 
     def __init__(self, out: str, command: str, method: str, user: str) -> None:
         self.out, self.command, self.method, self.user = out, command, method, user

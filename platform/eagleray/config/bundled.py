@@ -59,7 +59,7 @@ def recipe(name: str) -> ShippedRecipe:
                 f"{name}: no recipe and no run; expected RECIPE first, such as `{FIRST} {key}`; `eagleray list "
                 "recipes` lists all, and `eagleray init FOLDER` writes one for images of your own"
             )
-        begins = {known[: len(name)]: known for known in reversed(names())}  # as `name` may be incomplete
+        begins = {known[: len(name)]: known for known in reversed(names())}  # `name` may be incomplete
         likely = [begins[b] for b in difflib.get_close_matches(name, begins, 1)]
         near = nearest(name, names()) or "".join(f"; did you mean {known!r}?" for known in likely)
         raise UserError(f"{name}: no recipe of this name{near}; see `eagleray list recipes`")

@@ -74,7 +74,7 @@ def phases(views: Sequence[View], curriculum: Sequence[Phase], epochs: int) -> t
                     f"{key}.sizes: {size} and {smaller[view.size]} pixels for views of one size, {view.size}; expected "
                     "one size for all of them"
                 )
-        if len(set(smaller.values())) < len(smaller):  # as methods tell global from local views by size
+        if len(set(smaller.values())) < len(smaller):  # methods tell global from local views by size
             raise UserError(
                 f"{key}.sizes={list(phase.sizes)}: one size for views of {', '.join(map(str, smaller))} pixels; "
                 "expected different sizes for them"

@@ -288,7 +288,7 @@ def _prefer(folder: Path, top: str) -> None:
     importlib.invalidate_caches()
     path = str(folder.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # at the end, as there it hides no other module
+        sys.path.append(path)  # the last entry hides no other module
     spec = PathFinder.find_spec(top)
     origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     if not origin or not Path(origin).resolve().is_relative_to(path):

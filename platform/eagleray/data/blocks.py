@@ -55,7 +55,7 @@ class Pool:
                     future.set_result(run())
                 except BaseException as e:
                     future.set_exception(e)
-            del asked, run, future  # so that no block stays in memory while the thread waits
+            del asked, run, future  # a block would stay in memory while the thread waits
         self.queue.put(None)  # the next thread has to end, too
 
 

@@ -84,7 +84,7 @@ class Index:
     forgotten: frozenset[int] = frozenset()  # samples that a run must not read any more and replaces like broken ones
 
     def __reduce__(self) -> Any:
-        return Index, tuple(getattr(self, f.name) for f in fields(self))  # without the cached columns
+        return Index, tuple(getattr(self, f.name) for f in fields(self))  # cached columns are not copied
 
     def __len__(self) -> int:
         return int(self.first[-1])

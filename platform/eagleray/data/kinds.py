@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Means:
-    """What `Kind.read` needs beside the rows: the shard's entry in the index, the keys and the limits of requests."""
+    """The input of `Kind.read` beside the rows: the shard's entry in the index, the keys and the limits of requests."""
 
     shard: Shard  # entry in the shard's index
     keys: Callable[[], list[str]]  # reads the keys of the samples in the rows from the index
@@ -48,7 +48,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to scan and to read the shards of one kind."""
+    """The functions that scan and read the shards of one kind."""
 
     owns: Callable[[str], bool]  # whether a shard of this name is of this kind
     scan: Callable[[Blob], pa.Table]  # returns a table like `index_file.table_of`

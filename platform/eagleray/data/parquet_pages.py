@@ -32,7 +32,7 @@ class Page(NamedTuple):
     packed: int  # bytes in the file, without the header
     begin: int = 0  # first byte of the header in the file
     end: int = 0  # byte after the last one in the file
-    kind: int = 0  # such as DICTIONARY
+    kind: int = 0  # the type of the page in Parquet's Thrift definition, such as DICTIONARY
     values: int = 0  # number of values, null or not
     needs_dictionary: bool = False
 

@@ -117,7 +117,7 @@ class Stream:
 
     @functools.cached_property
     def samples_per_lane(self) -> int:
-        """How many samples a lane has in an epoch. Raises UserError unless lanes divide the batch, and data fill it."""
+        """Number of samples of a lane in an epoch. Raises UserError unless lanes divide the batch, and data fill it."""
         with explained(f"optim.batch={self.batch} data.lanes={self.lanes}", ValueError):
             return lane_length(self.samples_per_epoch, lanes=self.lanes, batch=self.batch)
 

@@ -22,7 +22,7 @@ STREAM = 3  # random stream; the orders of blocks and samples use other streams 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """How often each of N samples is read in an epoch."""
+    """The number of times that each of N samples is read in an epoch."""
 
     weight: NDArray[np.float32]  # (N,) mean number of readings of each sample in an epoch
     kept_bytes: int = 1  # bytes of the samples that are read at all

@@ -374,7 +374,7 @@ def _delete_notes(destination: str) -> None:
     """Delete the notes of finished tasks, and the incomplete files of a killed process."""
     storage = store.store(destination)
     notes = files.list_tree(f"{destination}/{NOTES}")
-    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # in parallel: one by one may take an hour
+    for _ in ordered_map(lambda blob: storage.delete(blob.url), notes):  # one after the other may take an hour
         pass
     if folder := store.folder_of(f"{destination}/{NOTES}"):
         shutil.rmtree(folder, ignore_errors=True)

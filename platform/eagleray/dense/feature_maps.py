@@ -44,7 +44,7 @@ class Maps(nn.Module):
         elif not flat and any(isinstance(m, nn.LayerNorm) for m in backbone.modules()):
             parts = [
                 LayerNorm2d(dim) for dim in self.dims
-            ]  # as in Swin's code: outputs of stages have not passed a norm yet
+            ]  # outputs of stages have not passed a norm yet; Swin's code does the same
         self.scale = nn.ModuleList(parts)
 
     def forward(self, images: Tensor) -> list[Tensor]:

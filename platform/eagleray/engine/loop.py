@@ -97,7 +97,8 @@ class Trainer:
         norm = torch.linalg.vector_norm(norms)
         skipped = ~torch.isfinite(norm)
         overflow = skipped.float()
-        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # on the device, so the host does not wait
+        # It stays on the device, so the host does not wait.
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]
         method.before_step(at)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

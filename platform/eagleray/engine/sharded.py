@@ -75,7 +75,7 @@ def follow(optimizer: torch.optim.Optimizer, whole: list[nn.Parameter]) -> None:
     if whole:
         optimizer.register_step_pre_hook(take)
         optimizer.register_step_post_hook(clear)
-        optimizer.whole = whole  # type: ignore[attr-defined]  # for optimizer_state
+        optimizer.whole = whole  # type: ignore[attr-defined]  # `optimizer_state` reads it
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

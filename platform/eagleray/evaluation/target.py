@@ -51,7 +51,7 @@ class Target:
 
     @property
     def untrained(self) -> bool:
-        """Whether the weights are random."""
+        """Tells whether the weights are random."""
         return self.name.startswith(UNTRAINED)
 
     @property

@@ -76,7 +76,7 @@ class AggregationBackbone(Backbone):
     """A backbone whose pooled vector is the aggregation of all its patches."""
 
     def __init__(self, backbone: Backbone, heads: int) -> None:
-        nn.Module.__init__(self)  # not Backbone's `__init__`, which would create another timm model
+        nn.Module.__init__(self)  # Backbone's `__init__` would create another timm model
         self.model, self.micro_batch = backbone.model, backbone.micro_batch
         self.dim, self.channels = backbone.dim, backbone.channels
         self.aggregation = Aggregation(backbone.dim, heads)

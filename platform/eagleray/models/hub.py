@@ -75,7 +75,7 @@ def check_network(url: str, given: str) -> None:
             return one_line(getattr(e, "reason", e))
         return ""
 
-    asked = begin(ask, "hub")  # in a thread that can be abandoned, as a DNS look-up has no time limit
+    asked = begin(ask, "hub")  # a DNS look-up has no time limit, and a thread can be abandoned
     wait([asked], PATIENCE)
     if problem := asked.result() if asked.done() else "no answer":
         raise UserError(f"{given}: not in the Hub's cache on this machine, and {url} cannot be reached ({problem})")

@@ -57,7 +57,7 @@ def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, l
     found = [(place, read) for place in _places(places, own) for read in _readings(place, model)]
     fitting = [_fitting(read, own) for _, read in found]
     first = [entry for entry, fits in zip(found, fitting, strict=True) if fits == max(fitting)]
-    place, read = min(first, key=lambda entry: entry[0].rank)  # of places with the same rank, the first
+    place, read = min(first, key=lambda entry: entry[0].rank)  # `min` takes the first of places with the same rank
     taken = {id(v) for k, v in read.items() if k in own}
     others = {str(p): None for p, r in first if max(fitting) and not taken & {id(v) for k, v in r.items() if k in own}}
     return place, read, list(others)

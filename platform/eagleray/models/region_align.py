@@ -40,7 +40,7 @@ def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Ten
     def cut(stage: nn.Module, args: Any, maps: Tensor) -> Tensor:
         return roi_align(maps, boxes * (maps.shape[3] / images.shape[3]), side)
 
-    with stages(model)[-2].register_forward_hook(cut):  # not compiled, as each call has a new hook
+    with stages(model)[-2].register_forward_hook(cut):  # each call has a new hook, so it is not compiled
         out: Tensor = model.forward_head(model.forward_features(images), pre_logits=True)
     return out
 

@@ -82,7 +82,7 @@ def mappings(content: Mapping[Any, Any]) -> tuple[dict[str, State], list[str]]:
     found: dict[str, State] = {}
     unread: dict[str, None] = {}
     queue: deque[tuple[str, Mapping[Any, Any] | list[Any] | tuple[Any, ...]]] = deque([("", content)])
-    seen = {id(content)}  # as a mapping may contain itself
+    seen = {id(content)}  # a mapping may contain itself
     while queue:
         place, values = queue.popleft()
         if state := tensors_in(named := values if isinstance(values, Mapping) else dict(enumerate(values))):

@@ -128,7 +128,7 @@ class Shard:
 
         Called by all ranks together. Floating-point numbers are returned in float32."""
         dtype = torch.float32 if x.is_floating_point() else x.dtype
-        if dist.size() == 1:  # not `rows == total`: a rank that holds all rows must send them to the others
+        if dist.size() == 1:  # a rank that holds all rows must send them to the others, so `rows == total` is no test
             return x[first:last].to(dtype)
         out = x.new_zeros(last - first, *x.shape[1:], dtype=dtype)
         begin, end = max(first, self.first), min(last, self.last)

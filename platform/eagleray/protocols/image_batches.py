@@ -73,7 +73,7 @@ def batches(
     crops = _CentreCrops(index, chunks, size, resize, reading)
     workers = min(reading.workers, len(chunks))
     pinned = workers > 0 and devices.has_streams(device)
-    own = torch.Generator()  # not PyTorch's global generator, which the training uses
+    own = torch.Generator()  # training uses PyTorch's global generator
     with loaded(crops, workers, pin_memory=pinned, generator=own) as (items, _):
         for item in items:
             if isinstance(item, Exception):

@@ -199,7 +199,7 @@ def _of_card(folder: str) -> dict[int, str]:
 
     try:
         names: Any = (card.find(folder) or {}).get("class_names")
-    except (UserError, OSError, Outage):  # not Eagleray's file, or the store does not say whether it exists
+    except (UserError, OSError, Outage):  # the file is not Eagleray's, or the store does not say whether it exists
         return {}
     known = names if isinstance(names, list) else []
     return {number: name for number, name in enumerate(known) if name and isinstance(name, str)}

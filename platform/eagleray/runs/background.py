@@ -28,7 +28,7 @@ class Background(threading.Thread):
         while not self.ended.wait(self.seconds):
             try:
                 self.tick()
-            except Exception as e:  # such as for a damaged file; the next tick may succeed
+            except Exception as e:  # a file may be damaged; the next tick may succeed
                 known = isinstance(e, UserError | Outage | OSError)
                 line = str(e) if known else f"{type(e).__name__}: {one_line(e)}"
                 if line != self.reported:

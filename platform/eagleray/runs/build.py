@@ -45,7 +45,7 @@ def build_backbone(recipe: Recipe) -> Backbone:
     recipe's micro-batches."""
     network = Backbone(**recipe.backbone.arguments)
     chosen = recipe.optim.micro_batch
-    network.micro_batch = size = None if chosen == "auto" else chosen  # for auto, `train` chooses later
+    network.micro_batch = size = None if chosen == "auto" else chosen  # `train` chooses the size for auto later
     if size and network.batch_norm:
         raise UserError(f"optim.micro_batch={size}: the batch norm of {recipe.backbone.name} needs the whole batch")
     if recipe.optim.checkpointing:

@@ -86,7 +86,7 @@ class FollowRun:
                 self._show_progress(self.scores | record)
 
     def _say_that_it_starts(self) -> None:
-        """Where no progress bar is shown, print for how long the run has been starting, until it has metrics."""
+        """Print how long the run has been starting, until it has metrics. A progress bar makes this unnecessary."""
         passed = time.monotonic() - self.printed
         if passed > self.silence and not (self.pace or shows_live(out) or self.ended.is_set()):
             out.print(f"starting for {passed:.0f} s: processes load PyTorch, then the first batches")

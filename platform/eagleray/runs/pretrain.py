@@ -48,7 +48,7 @@ def pretrain(
     if world.why:  # an earlier attempt had access, so a refusal may only mean that credentials are being renewed
         store.expect_access(recipe.out)
         for url in (place for source in recipe.data.sources() for place in (source.url, store.parent(source.url))):
-            store.expect_access(url, ("list", "read"))  # not "write", as the index may be stored elsewhere
+            store.expect_access(url, ("list", "read"))  # "write" is not needed: the index may be stored elsewhere
     if not is_accelerator(world.device):
         keep_freed_memory()
     starting = contextlib.ExitStack()

@@ -169,7 +169,7 @@ class RunDir:
             self.starts.add(step=step, ranks=ranks, reached=reached, command=self.command, **about)
             self.cut(step, lengths or {})
             if self.mirror:
-                self.mirror.start()  # from here on histories only grow
+                self.mirror.start()  # histories only grow from here on
             from eagleray.runs.mlflow_log import MLflow
             from eagleray.runs.sinks import Sinks
 

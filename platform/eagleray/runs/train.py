@@ -101,7 +101,7 @@ def write_record(run: RankRun, step_log: StepLog, at: Progress, *, evaluation: b
         run.folder.settle()  # a warning is in the log if the checkpoint could not be saved
         record |= evaluations.online(run, at.step + 1)
         run.line.record = {}
-        step_log.since = time.perf_counter()  # so that images/s does not count the time of the evaluation
+        step_log.since = time.perf_counter()  # images/s does not count the time of the evaluation
     log_record(run, record)
 
 
@@ -128,7 +128,7 @@ def look_at_start(run: RankRun, step_log: StepLog, step: int) -> str:
     began, guard = time.perf_counter(), run.guard
     run.compare_with_start(step)
     run.folder.note_findings(guard.findings())
-    step_log.since += time.perf_counter() - began  # so that images/s does not count the time of this comparison
+    step_log.since += time.perf_counter() - began  # images/s does not count the time of this comparison
     lost = guard.lost()
     guard.over = bool(lost) and guard.returns is not None
     return lost

@@ -105,7 +105,7 @@ def body_of(response: Any) -> bytes:
         if said is None and not stream.chunked and stream.length is None:
             raise Transient("an answer without a length, which may have been cut")
         length = None if said is None else whole_number(said, most=MOST)
-        while piece := stream.read(PIECE):  # in pieces, so that a wrong Content-Length allocates nothing
+        while piece := stream.read(PIECE):  # a wrong Content-Length allocates nothing
             out += piece
             if len(out) > MOST:
                 raise Transient(f"an answer of more than {MOST} bytes")

@@ -269,7 +269,7 @@ def what_is(url: str, patience: float = PATIENCE, *, part: bool = False) -> Lite
         there = _list(url, "", patience)
         if not there and storage.lists:  # a folder with nothing but folders in it
             there = list(itertools.islice(storage.walk(url), 1))
-    except UserError as e:  # such as a web server's refusal of the name; listing it later raises it again
+    except UserError as e:  # a web server may refuse the name; listing it later raises this again
         if isinstance(e.__context__, Outage):
             raise
         return ""

@@ -23,7 +23,7 @@ from eagleray.sweeps.sweep import Sweep, corners, recipe_of
 
 FINAL = {m.key for m in METRICS.values() if m.when == "end"} | {metrics.GOODPUT}  # keys that only summary.json has
 EVALUATED = {m.key for m in METRICS.values() if m.when == "evaluation"}
-OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # not metrics of single methods
+OBJECTIVES = [m for m in METRICS if m not in ("step", "epoch", metrics.LR)]  # METRICS has none of single methods
 
 
 def check_sweep(

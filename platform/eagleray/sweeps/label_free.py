@@ -20,7 +20,7 @@ LEAST = 4  # fewest trials for which a rank correlation is computed
 
 
 class LabelFreeAgreement(NamedTuple):
-    """How well the ranking of a sweep's finished trials by label-free measures agrees with that by kNN accuracy."""
+    """The agreement of two rankings of a sweep's finished trials: by label-free measures and by kNN accuracy."""
 
     reference: str  # the key of the kNN accuracy
     trials: int

@@ -192,7 +192,7 @@ class Scale:
             return float(value)
         return (
             self.places[repr(value)] if repr(value) in self.places else self.values.index(value)
-        )  # by equality, as 1 and 1.0 differ in repr
+        )  # 1 and 1.0 are equal, but differ in repr
 
     def share(self, value: Any) -> float:
         """Return the position of a value on an axis, from 0 for the lowest to 1 for the highest value."""

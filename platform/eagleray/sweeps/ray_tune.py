@@ -73,7 +73,8 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
     with session() as ray, divert_stderr(study.folder / layout.RAY_LOG), screen as show:
         from ray import tune
 
-        _keep_keys()  # not before `session`, as it imports Ray, which then reads the authentication that `session` sets
+        # `session` has set the authentication that Ray, which is imported here, reads.
+        _keep_keys()
         joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
         each = share(study.sweep, nodes, joined=joined)
         # An autoscaler adds machines for pending trials. Only one is pending with Optuna, which learns from results.

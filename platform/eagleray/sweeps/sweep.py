@@ -170,7 +170,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
         return config.merge(tree, config.override(f"{key}={text}"))
     name, varied = found.groups()
     values, listed = config.override(f"values={text}")["values"], tree.get("alternatives")
-    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # such as optim.lr.value.log=[1.0e-4, 1.0e-2]
+    if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # an example is optim.lr.value.log=[1.0e-4, 1.0e-2]
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
     alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
@@ -210,7 +210,7 @@ def _join(
     if listed:  # resolved here, as trials find plug-ins by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
     space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
-    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # with plain values, for sweep.yaml
+    return Branch(recipe=plain_tree(Recipe, tree), space=space)  # sweep.yaml has plain values
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def suggest(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tup
     if sweep.search == "optuna":
         return _ask(sweep, number, rows)
     rng = random.Random(f"{sweep.seed}/{number}")
-    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # in turns: chance might omit one
+    name = list(sweep.alternatives)[number % len(sweep.alternatives)]  # chance might omit an alternative
     return name, {k: v.draw(rng) for k, v in sweep.alternatives[name].space.items()}
 
 

@@ -50,7 +50,7 @@ class Trial:
             plugins.install(settings["plugins"])
             tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
             self.recipe = config.check(Recipe, tree, f"trial {name}")
-        except UserError as e:  # such as from a plug-in that needs a package which this machine lacks
+        except UserError as e:  # a plug-in may need a package that this machine lacks
             self.failure = line(e)
         self.history = ObjectiveHistory(settings["objective"])
         self.began = time.monotonic()
@@ -64,7 +64,7 @@ class Trial:
     def begin(self) -> None:
         """Write the recipe into the trial's folder and start the run's thread, unless the trial has failed for good."""
         free_resources(self.out)
-        if why := self.store.get(layout.FAILED):  # such as when the trial's process has died too often
+        if why := self.store.get(layout.FAILED):  # the trial's process may have died too often
             self.failure = why
             return
         for left in (layout.STOP, layout.FAILURE):

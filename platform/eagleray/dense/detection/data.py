@@ -21,7 +21,7 @@ from eagleray.dense.detection.coco_values import is_mask, is_numbers, shown, wro
 from eagleray.dense.detection.scores import area, to_mask
 
 FOLDERS = ("images", "{}2017", "images/{}2017", "{}")  # folders that may hold the images of split {}
-CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # in pixels; see `draw_crop`
+CROP_SHORTS, CROP_LONGEST, CROP_SIDES = (400, 500, 600), 1333, (384, 600)  # pixels; `draw_crop` explains them
 KEYS = {
     "images": ("id", "file_name", "height", "width"),
     "categories": ("id", "name"),

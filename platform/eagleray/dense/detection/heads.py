@@ -24,7 +24,7 @@ Losses = dict[str, Tensor]
 Targets = list[dict[str, Tensor]] | None
 Shapes = list[tuple[int, int]]  # height and width of each image
 RATIOS = (0.5, 1.0, 2.0)  # aspect ratios of the anchors: height / width
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels with values from 0 to 1
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's pixels, with values from 0 to 1
 HIDDEN = 1024  # width of the two hidden layers of a box head
 # For each stage of a cascade: the lowest IoU of a region with its object, the factor of the box offsets (Cai and
 # Vasconcelos, section 4), and the weight of the losses (mmdetection).

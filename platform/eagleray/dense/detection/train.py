@@ -39,7 +39,7 @@ class DetectionSchedule:
     cascade: bool = False  # whether there are three stages of heads instead of one
     head: Literal["fpn", "c4"] = "fpn"  # fpn: heads on a feature pyramid; c4: a ResNet's last stage is the head
     convolutions: bool = False  # box heads with four convolutions, GIoU loss and, in cascades, offsets per class
-    parts: Parts = "torchvision"  # whose regions and box losses to use; mmdetection has those of detectron2
+    parts: Parts = "torchvision"  # library whose regions and box losses are used; mmdetection has those of detectron2
     frozen: bool = False  # whether a ResNet's stem, first stage and batch norm are not trained
     epochs: PositiveInt | PositiveFloat = 12
     batch: PositiveInt = 16

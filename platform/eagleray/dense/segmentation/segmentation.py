@@ -67,7 +67,7 @@ def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, works
     head, steps, batch, size, seed = protocol.head, protocol.steps, protocol.batch, protocol.size, protocol.seed
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
-    backbone = copy.deepcopy(backbone).requires_grad_(True)  # as a momentum teacher's parameters are frozen
+    backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters are frozen
     weights = weights_digest(backbone)
     settings: dict[str, Any] = {
         "head": head,
