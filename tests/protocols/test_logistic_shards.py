@@ -73,14 +73,17 @@ def fitted(strength: float, binary: bool) -> tuple[np.ndarray, np.ndarray, int]:
     return model.coef_, model.intercept_, int(model.n_iter_.max())
 
 
-@pytest.mark.parametrize("binary", [pytest.param(False, marks=pytest.mark.slow), True])
+def fits(binary: bool) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    return [fitted(strength, binary) for strength in (1e-2, 1.0, 100.0)]
+
+
+@pytest.mark.parametrize("binary", [False, True])
 def test_the_weights_and_iterations_are_scikit_learns(tmp_path: Path, binary: bool):
-    for strength in (1e-2, 1.0, 100.0):
-        weight, bias, iterations = fitted(strength, binary)
-        for part in on_ranks(2, fitted, tmp_path, strength, binary):
-            np.testing.assert_allclose(part[0], weight, rtol=1e-4, atol=1e-6)
-            np.testing.assert_allclose(part[1], bias, rtol=1e-4, atol=1e-6)
-            assert part[2] == iterations
+    for part in on_ranks(2, fits, tmp_path, binary):
+        for (weight, bias, iterations), expected in zip(part, fits(binary), strict=True):
+            np.testing.assert_allclose(weight, expected[0], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(bias, expected[1], rtol=1e-4, atol=1e-6)
+            assert iterations == expected[2]
 
 
 def unknown() -> str:

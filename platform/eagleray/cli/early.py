@@ -118,7 +118,7 @@ def listings(sources: Sequence[Source], said: str) -> dict[str, Listing | None]:
 
 
 def lacks_index(listing: Listing, spare: str) -> bool:
-    """Return whether a folder of a listing lacks an index, both beside its files and in the folder `spare`."""
+    """Return whether any folder of a listing has an index neither beside its files nor in the folder `spare`."""
     folders = {*listing.folders, *(store.parent(blob.url) for blob in listing.blobs)}
     places = [(f"{folder}/{index_file.NAME}", index_file.aside(folder, spare) or "") for folder in folders]
     return not all(any(map(os.path.exists, pair)) for pair in places)

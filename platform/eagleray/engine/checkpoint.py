@@ -45,7 +45,7 @@ from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
-NEWEST = 3  # number of manifests in a listing: those of the newest checkpoints
+NEWEST = 3  # `listing` reads the manifests of this many newest checkpoints
 
 
 class Writer:

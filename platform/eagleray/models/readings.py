@@ -51,8 +51,8 @@ class Place(NamedTuple):
 
 
 def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, list[str]]:
-    """Return the place whose tensors fit a model best, these tensors by the model's names, and the names of all other
-    places, with other tensors, that fit equally well."""
+    """Return the place whose tensors fit a model best, its tensors under the model's names, and the names of all places
+    that fit equally well with entirely different tensors."""
     own: State = model.state_dict()
     found = [(place, read) for place in _places(places, own) for read in _readings(place, model)]
     fitting = [_fitting(read, own) for _, read in found]

@@ -57,7 +57,7 @@ def roi_align(maps: Tensor, boxes: Tensor, side: int) -> Tensor:
 
 
 def _weights(first: Tensor, last: Tensor, cells: int, side: int) -> Tensor:
-    """Return the weights (B, side, cells) of a map's cells on one axis, for boxes from `first` to `last`, (B,) each."""
+    """Return the weights (B, side, cells) of an axis's cells in `side` bins from `first` to `last` (B,), in cells."""
     first, step = first.view(-1, 1, 1), ((last - first) / side).view(-1, 1, 1)
     most = -(-LONGEST * cells // side)
     samples = step.ceil().clamp(1, most)

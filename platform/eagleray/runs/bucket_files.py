@@ -248,7 +248,7 @@ class Mirror(Background):
         self._fetch()
 
     def _fetch(self) -> None:
-        """Download the files of earlier starts, and delete replaced parts of histories from the store."""
+        """Download the run's files. In the store, delete parts of growing files that later parts have replaced."""
         starts = files.read_lines(self.folder / layout.STARTS)
         copy = RunCopy(self.out, self.folder, may_be_ahead=True)
         copy.fetch()

@@ -79,7 +79,7 @@ class RankRun(NamedTuple):
         return self.world.wrap(self.anchor.joined(method), reduce=self.plan.recipe.optim.reduce)
 
     def compare_with_start(self, step: int) -> dict[str, float]:
-        """Return what `StartGuard.measure` finds about the backbone, with the settings of `embedding`."""
+        """Return `StartGuard.measure` of the backbone after a step, with this run's precision and way of reading."""
         return self.guard.measure(step, self.export, **self.embedding)
 
 

@@ -129,7 +129,7 @@ class Tracer(TorchDispatchMode):
         self._storages: dict[int, list[Any]] = {}  # bytes, kind and weak reference of each storage, by its id
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count the memory of tensors under a kind, also of tensors that are counted already."""
+        """Count the memory of tensors under a kind. Memory counted under another kind moves to this one."""
         for t in tensors:
             self._add(t, kind)
             entry = self._storages[id(t.untyped_storage())]
