@@ -57,6 +57,7 @@ def numbers(said: str) -> tuple[int, int]:
     return int(before), int(left)
 
 
+@pytest.mark.slow
 def test_what_has_passed_is_not_run_again_until_the_tree_changes(tree: Path):
     parallel = ("-p", "xdist", "-n", "2")
     code, said = run(tree, *parallel)

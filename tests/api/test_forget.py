@@ -119,16 +119,22 @@ def assert_as_never_read(data: Path, out: str, tmp_path: Path, *more: str) -> No
     assert uses(out) == uses(never)
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
+MILESTONES, LAST = (["checkpoint.keep=1", "checkpoint.milestones=1"], None), (["checkpoint.keep=1"], None)
+MANY, FEW = (["checkpoint.keep=9"], 12), (["checkpoint.keep=2"], 9)
+
+
 @pytest.mark.parametrize(
-    ("more", "stop"),
+    ("place", "more", "stop"),
     [
-        (["checkpoint.keep=1", "checkpoint.milestones=1"], None),
-        (["checkpoint.keep=1"], None),
-        (["checkpoint.keep=9"], 12),
-        (["checkpoint.keep=2"], 9),
+        pytest.param("folder", *MILESTONES, id="finished, with milestones"),
+        pytest.param("folder", *LAST, id="finished"),
+        pytest.param("folder", *MANY, id="stopped, with checkpoints"),
+        pytest.param("folder", *FEW, id="stopped"),
+        pytest.param("bucket", *MILESTONES, id="bucket, finished, with milestones", marks=pytest.mark.slow),
+        pytest.param("bucket", *LAST, id="bucket, finished"),
+        pytest.param("bucket", *MANY, id="bucket, stopped, with checkpoints"),
+        pytest.param("bucket", *FEW, id="bucket, stopped", marks=pytest.mark.slow),
     ],
-    ids=["finished, with milestones", "finished", "stopped, with checkpoints", "stopped"],
 )
 def test_the_end_is_that_of_a_run_that_never_read_them(
     place: str,

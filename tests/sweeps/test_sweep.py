@@ -363,6 +363,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_the_driver_of_a_sweep_imports_no_pytorch(shards: Path, tmp_path: Path):
     """A head has one for every sweep; the process that checks the sweep ends before the first trial."""
     words = ["tune", write(tmp_path), f"out={tmp_path / 'out'}"]
