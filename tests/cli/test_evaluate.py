@@ -482,7 +482,8 @@ def test_only_a_run_of_the_same_recipe_is_set_beside_the_paper():
     command = ["eagleray", "pretrain", name, *places]
     there = results.published(command, config.to_plain(recipe.load(name, places)))
     assert there == {"knn/top1": 69.3, "linear_augmented/best": 74.0}
-    assert not results.published(command, config.to_plain(recipe.load(name, [*places, "optim.lr.value=1e-3"])))
+    for other in ("optim.lr.value=1e-3", "max_steps=3"):
+        assert not results.published(command, config.to_plain(recipe.load(name, [*places, other])))
     assert not results.published(["eagleray", "pretrain", "own.yaml"], config.to_plain(recipe.load(name, places)))
 
 

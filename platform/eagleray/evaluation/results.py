@@ -127,9 +127,9 @@ def published(command: Sequence[str], recipe: Mapping[str, Any]) -> dict[str, fl
     """Return the published numbers of a shipped recipe, if its name is in the `command` of a run.
 
     `recipe` is the run's resolved recipe as a tree of plain values. If it differs from the shipped recipe outside of
-    `data` in a key that changes the experiment, there are no published numbers."""
+    `data` in a key that changes the experiment, or `max_steps` ends the run, there are no published numbers."""
     name = next((word for word in command if word in bundled.recipes()), None)
-    if name is None or config.differences(_content(recipes.load(name)), _content(recipe)):
+    if name is None or recipe["max_steps"] or config.differences(_content(recipes.load(name)), _content(recipe)):
         return {}
     return published_numbers(bundled.recipe(name).published)
 
