@@ -46,6 +46,7 @@ def eagleray(*args: str) -> subprocess.CompletedProcess[str]:
         ("data.workers=many", "data.workers: "),
         ("views=[{size: 16}]", "views: got 1, but mocov3 works with 2"),
         ("views=[{scale: [0.5, 0.2]}, {}]", "views.0"),
+        ("views.2.blur=1", "views.2: no such entry; views has 2, counted from 0"),
         ("seed", "'seed': expected key=value"),
         ("data.train=/nowhere/at/all", "/nowhere/at/all: cannot be read: No such file or directory"),
         ("data.train=gcs://bucket", "unknown scheme 'gcs'"),

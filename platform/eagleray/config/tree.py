@@ -163,7 +163,10 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces a mapping
         entries = out.get(key)
-        if isinstance(entries, list) and isinstance(value, dict) and value.keys() <= {*map(str, range(len(entries)))}:
+        places = {*map(str, range(len(entries)))} if isinstance(entries, list) and isinstance(value, dict) else None
+        if places is not None and (beyond := [i for i in value if i not in places and str(i).isdecimal()]):
+            raise RecipeError(f"{key}.{beyond[0]}: no such entry; {key} has {len(places)}, counted from 0")
+        if places is not None and value.keys() <= places:
             out[key] = [merge(entry, value.get(str(i), {})) for i, entry in enumerate(entries)] if value else value
         else:
             out[key] = merge(out[key], value) if nested else value
