@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from itertools import islice
 from pathlib import Path
@@ -229,6 +230,13 @@ def test_columns_that_are_said_are_taken_and_remembered(tmp_path: Path):
     cells = {"photo": [i for i, _ in rows], "mask": [b"x"] * 20, "cls": [n for _, n in rows], "target": [3] * 20}
     pq.write_table(pa.table(cells), tmp_path / "x.parquet")
     pq.write_table(pa.table(cells), tmp_path / "y.parquet")
+    for named, said in (
+        ({"label": "photo"}, "label=photo: holds no numbers; the columns are photo (binary), "),
+        ({"image": "cls"}, "image=cls: holds no bytes; the columns are photo (binary), "),
+        ({"image": "foto"}, "image=foto: no such column; the columns are photo (binary), "),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            write_index([Source(url=str(tmp_path), **{"image": "photo", **named})])
     with pytest.raises(UserError, match="columns cls, target may all be meant"):
         opened(str(tmp_path / "x.parquet"))
     said = Source(url=str(tmp_path / "x.parquet"), image="photo", label="target")

@@ -59,9 +59,10 @@ def _likely(found: Mapping[str, bool], usual: set[str]) -> list[str]:
 
 def _one(url: str, key: str, given: str, found: Collection[str], likely: Sequence[str], schema: pa.Schema) -> str:
     """Return the `given` column, else the likely column called `key`, else the only likely column, else "". Raises
-    UserError when the given column is missing, and for several likely columns."""
+    UserError when the given column is missing or of another type, and for several likely columns."""
     if given and given not in found:
-        raise UserError(f"{url}: {key}={given}: no such column; the columns are {_typed(schema)}")
+        why = f"holds no {'numbers' if key == 'label' else 'bytes'}" if given in schema.names else "no such column"
+        raise UserError(f"{url}: {key}={given}: {why}; the columns are {_typed(schema)}")
     if given or len(likely) < 2 or key in likely:
         return given or (key if key in likely else "".join(likely))
     names, none = ", ".join(map(readable, likely[:NAMED])), f", or {key}={NONE}" * (key == "label")
