@@ -120,9 +120,10 @@ def test_what_is_not_there_is_one_line(folder: Path, pattern: str, message: str)
     assert "\n" not in str(caught.value)
 
 
-def test_no_pattern_at_all_is_refused() -> None:
+@pytest.mark.parametrize("given", [[], "", ["", "x"]])
+def test_no_pattern_at_all_is_refused(given: str | list[str]) -> None:
     with pytest.raises(UserError, match="no shards are given"):
-        list_shards([])
+        list_shards(given)
 
 
 @pytest.mark.parametrize("url", ["gcs://bucket/x.tar", "ftp://host/x-{0..3}.tar", "hdfs://host/folder"])

@@ -284,6 +284,8 @@ def patterns(url: str, patience: float = PATIENCE) -> Iterator[Pattern]:
     def exists(name: str, part: bool) -> bool:
         return bool(what_is(name, patience, part=part))
 
+    if not url:  # an empty variable of a shell does not mean the working directory
+        raise UserError("no shards are given: the path is empty")
     if url.startswith("hf://"):
         from eagleray.storage.hf import expand
 
