@@ -304,7 +304,9 @@ def test_which_files_of_a_folder_are_shards(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "x"
-    for number, name in enumerate(("a.tar", "S.TAR", "._a.tar", ".h.tar", "b.tar.gz", "c.tgz", "d.tar.zst", "e.json")):
+    for number, name in enumerate(
+        ("a.tar", "S.TAR", "._a.tar", ".h.tar", "b.tar.gz", "c.tgz", "d.tar.zst", "e.json", "f.JPG")
+    ):
         write_tar(folder / name, sample(number))
     url = "s3://x" if remote else str(folder)
     notes: list[str] = []
@@ -313,7 +315,7 @@ def test_which_files_of_a_folder_are_shards(tmp_path: Path, monkeypatch: pytest.
     packed = ", ".join(
         f"1 {kind} (compressed; shards are plain .tar files)" for kind in (".tar.gz", ".tar.zst", ".tgz")
     )
-    assert notes[0] == f"{url}: not read: 2 hidden .tar, {packed}"
+    assert notes[0] == f"{url}: not read: 2 hidden .tar, 1 .jpg, {packed}"
     assert [b.url for b in store.list_shards(f"{url}/*.tar")] == [f"{url}/a.tar"]
     assert [b.url for b in store.list_shards([f"{url}/.h.tar", f"{url}/._*.tar", f"{url}/S.TAR"])] == [
         f"{url}/._a.tar",

@@ -1,5 +1,6 @@
 """Tells by name which files of a folder are shards, and describes the others."""
 
+import mimetypes
 import os
 import re
 from collections import Counter
@@ -39,11 +40,12 @@ def no_shards(names: Iterable[str], below: Iterable[str] = ()) -> str:
 
 def unread_files(names: Iterable[str], taken: Iterable[str]) -> str:
     """Return text that counts the files of a folder that are not read, by kind; "" if there are none. If the `taken`
-    files are tars, only hidden and compressed tars count; if they are Parquet files, all other files count, except
-    index.parquet and names that begin with an underscore."""
+    files are tars, only hidden and compressed tars and images count; if they are Parquet files, all other files count,
+    except index.parquet and names that begin with an underscore."""
     if any(is_parquet(name, ".") for name in taken):
         return kinds_of_files(n for n in names if not is_parquet(n) and not n.startswith("_") and n != INDEX)
-    return kinds_of_files(n for n in names if not is_shard(n) and (is_shard(n, ".") or PACKED.search(n.lower())))
+    loose = (n for n in names if is_shard(n, ".") or PACKED.search(n.lower()) or _is_image(n))
+    return kinds_of_files(n for n in loose if not is_shard(n))
 
 
 def kinds_of_files(names: Iterable[str]) -> str:
@@ -51,6 +53,10 @@ def kinds_of_files(names: Iterable[str]) -> str:
     kinds = sorted(Counter(map(_kind, names)).items(), key=lambda item: (-item[1], item[0]))
     more = sum(n for _, n in kinds[KINDS:])
     return ", ".join([f"{n:,} {kind}" for kind, n in kinds[:KINDS]] + [f"{more:,} more"] * bool(more))
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and (mimetypes.guess_type(f"file:{name}", False)[0] or "").startswith("image/")
 
 
 def _kind(name: str) -> str:
