@@ -153,6 +153,9 @@ def test_pictures_of_another_set_are_not_overwritten(
     before = (tmp_path / "mine" / "contact.png").read_bytes()
     line = refused(capsys, "data", "stats", "b/photos", "--out", "mine")
     assert f"--out mine: holds pictures of {tmp_path / 'a/photos'}; give another --out" in line
+    monkeypatch.chdir(tmp_path / "a")
+    for given in ((".",), ("photos", "--out", "photos/new")):
+        assert "whose images its pictures would join; give another" in refused(capsys, "data", "stats", *given)
     assert (tmp_path / "mine" / "contact.png").read_bytes() == before
 
 
