@@ -228,8 +228,8 @@ def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):
     for given in {"exclude": others}, {"columns": others, "where": "true"}:
         with pytest.raises(UserError, match=r"others\.csv: none of its 2 keys is in "):
             select(opened({"url": str(data), **given}))
-    twice = table(tmp_path / "twice.csv", key=["000001", "000001"])
-    with pytest.raises(UserError, match=r"twice\.csv: has a key twice"):
+    twice = table(tmp_path / "twice.csv", key=["a", "000001", "000001"])
+    with pytest.raises(UserError, match=r"twice\.csv: has the key '000001' twice"):
         select(opened({"url": str(data), "exclude": twice}))
     without = table(tmp_path / "without.csv", name=["a"])
     with pytest.raises(UserError, match=r"without\.csv: has no column key; it has name"):
@@ -237,6 +237,30 @@ def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):
     (tmp_path / "broken.parquet").write_bytes(b"broken")
     with pytest.raises(UserError, match=r"broken\.parquet: cannot be read"):
         select(opened({"url": str(data), "exclude": str(tmp_path / "broken.parquet")}))
+
+
+def test_tables_with_odd_keys_and_columns(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for key, line in (
+        (["s0001", None], "1 of 2 rows have no key, or no shard"),
+        (pa.nulls(3), "3 of 3 rows have no key, or no shard"),
+        ([["s0001"]], "expected texts as key and shard: Unsupported cast from list<.*"),
+        ([b"\xff"], "expected texts as key and shard: Invalid UTF8 payload"),
+    ):
+        with pytest.raises(UserError, match=rf"k\.parquet: {line}$"):
+            select(opened({"url": str(data), "exclude": table(tmp_path / "k.parquet", key=key)}))
+    part = table(tmp_path / "s.parquet", key=["s0001", "s0002"], shard=["x-000.tar", None])
+    with pytest.raises(UserError, match=r"s\.parquet: 1 of 2 rows have no key, or no shard$"):
+        select(opened({"url": str(data), "exclude": part}))
+    (tmp_path / "utf16.csv").write_bytes("key\r\ns0001\r\n".encode("utf-16"))
+    with pytest.raises(UserError, match=r"utf16\.csv: cannot be read: .*codec"):
+        select(opened({"url": str(data), "exclude": str(tmp_path / "utf16.csv")}))
+    (tmp_path / "two.csv").write_text("key,score,score\ns0001,1,2\n")
+    pq.write_table(pa.table([["s0001"], [1], [2]], ["key", "score", "score"]), tmp_path / "two.parquet")
+    for name in "two.csv", "two.parquet":
+        with pytest.raises(UserError, match=rf"{name}: has the column score twice$"):
+            select(opened({"url": str(data), "columns": [str(tmp_path / name)], "where": "score > 0"}))
+    weights({"url": str(data), "exclude": table(tmp_path / "lines.csv", key=["s0001", "two\nlines"])})
+    assert caplog.messages == [f"{tmp_path / 'lines.csv'}: 1 of 2 keys found; two\\x0alines, for one, is not there"]
 
 
 def test_the_shortest_form_of_a_recipe(data: Path):

@@ -23,6 +23,7 @@ from eagleray.config.source import Source
 from eagleray.data import sample_table
 from eagleray.data.digests import same_samples
 from eagleray.data.expressions import WHY, evaluate
+from eagleray.data.file_names import readable
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, tables_beside
 from eagleray.data.selection import Selection, check_weights
@@ -103,7 +104,7 @@ def check_found(tables: Mapping[str, "Table"], sources: Sequence[Source]) -> Non
         if not table.found.any():
             raise UserError(f"{url}: none of its {len(table.keys)} keys is in {', '.join(s.url for s in named)}")
         if url in [source.exclude for source in named] and not table.found.all():
-            example = table.keys[int(np.argmin(table.found))]
+            example = readable(table.keys[int(np.argmin(table.found))].as_py())
             log.warning(
                 "%s: %d of %d keys found; %s, for one, is not there", url, table.found.sum(), len(table.keys), example
             )
@@ -226,8 +227,8 @@ class Table:
     which sample a row is about, together with the column `shard` where shards have the same keys."""
 
     def __init__(self, url: str, wanted: Collection[str] = ()) -> None:
-        """Read the keys and the `wanted` columns. Raises UserError when there is no such table, when it has no keys or
-        a key twice, and when its files have different columns that cannot be joined."""
+        """Read the keys and the `wanted` columns. Raises UserError when there is no such table, when it has no keys, a
+        row without one or a key twice, and when its files have different columns that cannot be joined."""
         self.url = url
         read = [_read(file, {"key", "shard", *wanted}) for file in files_of(url)]
         with explained(f"{url}: its files have other columns", pa.ArrowException):
@@ -235,15 +236,20 @@ class Table:
         if "key" not in self.table.column_names:
             raise UserError(f"{url}: has no column key; it has {', '.join(read[0][1])}")
         self.by_shard = "shard" in self.table.column_names
-        self.keys = self._joined(self.table["key"].cast(pa.string()), self.table["shard"] if self.by_shard else None)
-        if len(pc.unique(self.keys)) < len(self.keys):
-            raise UserError(f"{url}: has a key twice; a column shard tells samples of one key apart")
+        with explained(f"{url}: expected texts as key and shard", pa.ArrowException):
+            self.keys = self._joined(self.table)
+        if self.keys.null_count:
+            raise UserError(f"{url}: {self.keys.null_count} of {len(self.keys)} rows have no key, or no shard")
+        again = pc.index_in(self.keys, value_set=pc.unique(self.keys)).to_numpy() != np.arange(len(self.keys))
+        if again.any():
+            key = self.keys[int(again.argmax())].as_py()
+            raise UserError(f"{url}: has the key {key!r} twice; a column shard tells samples of one key apart")
         self.found = np.zeros(len(self.keys), bool)  # whether a sample with each key was found
         self.names = [c for c in dict.fromkeys(c for _, names in read for c in names) if c not in ("key", "shard")]
 
     def rows_of(self, samples: pa.Table) -> pa.ChunkedArray:
         """Return the row of this table for each sample, by the sample's key and shard, or null if there is none."""
-        rows = pc.index_in(self._joined(samples["key"], samples["shard"]), value_set=self.keys)
+        rows = pc.index_in(self._joined(samples), value_set=self.keys)
         self.found[rows.drop_null().to_numpy()] = True
         return rows
 
@@ -257,8 +263,9 @@ class Table:
                 samples = samples.append_column(name, column) if at < 0 else samples.set_column(at, name, column)
         return samples
 
-    def _joined(self, keys: Any, shard: Any) -> Any:
-        return pc.binary_join_element_wise(shard.cast(pa.string()), keys, "/") if self.by_shard else keys
+    def _joined(self, rows: pa.Table) -> Any:
+        keys = rows["key"].cast(pa.string())
+        return pc.binary_join_element_wise(rows["shard"].cast(pa.string()), keys, "/") if self.by_shard else keys
 
 
 class Measured:
@@ -333,18 +340,14 @@ def _read(url: str, wanted: Collection[str]) -> tuple[pa.Table, list[str]]:
     """Return the wanted columns of a Parquet or CSV file, and the names of all its columns. Raises UserError if
     it is missing or damaged."""
     data = io.BytesIO(read_file(url))
-    with explained(f"{url}: cannot be read", pa.ArrowException, OSError):
-        if not url.lower().endswith(".parquet"):
-            table = _read_csv(data)
-            return table.select([c for c in table.column_names if c in wanted]), table.column_names
-        names = pq.read_schema(data).names
-        return pq.read_table(data, columns=[c for c in names if c in wanted]), names
-
-
-def _read_csv(data: io.BytesIO) -> pa.Table:
-    """Read a table of CSV, with keys and shards as texts, as the key 000123 would lose its zeros as a number."""
-    texts = pyarrow.csv.ConvertOptions(column_types={"key": pa.string(), "shard": pa.string()})
-    return pyarrow.csv.read_csv(data, convert_options=texts)
+    texts = pyarrow.csv.ConvertOptions(column_types={"key": pa.string(), "shard": pa.string()})  # 007 would become 7
+    with explained(f"{url}: cannot be read", pa.ArrowException, OSError, UnicodeError):
+        table = None if url.lower().endswith(".parquet") else pyarrow.csv.read_csv(data, convert_options=texts)
+        names = pq.read_schema(data).names if table is None else table.column_names
+        read = [name for name in names if name in wanted]
+        if len(set(read)) < len(read):
+            raise UserError(f"{url}: has the column {max(read, key=read.count)} twice")
+        return pq.read_table(data, columns=read) if table is None else table.select(read), names
 
 
 def read_file(url: str) -> bytes:
