@@ -169,6 +169,10 @@ def test_sources_have_their_shares(data: Path, tmp_path: Path):
         ({"weight": "1 / (label - 3)"}, "samples have a weight such as"),
         ({"weight": "null"}, "data.train.weight: null: expected numbers, got"),
         ({"weight": "100000"}, "a sample has a weight of 100000; expected at most 1000"),
+        (
+            {"weight": "hash(key)"},
+            r"data.train.weight: hash\(key\): a sample has a weight of .*e\+.*; expected at most",
+        ),
         ({"columns": ["nowhere.parquet"]} | {"where": "true"}, "nowhere.parquet: no such table"),
     ],
 )

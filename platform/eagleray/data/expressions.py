@@ -61,7 +61,7 @@ def evaluate(
         found = _run(table.filter(pa.array(kept)), source.weight, weight, there)
         if not (pa.types.is_integer(found.type) or pa.types.is_floating(found.type) or pa.types.is_decimal(found.type)):
             raise UserError(f"{weight}: expected numbers, got {found.type}")
-        out[kept] *= found.cast(pa.float64()).fill_null(np.nan).to_numpy()
+        out[kept] *= found.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy()
         check_weights(np.append(out, 1), weight)  # 1 is appended, as all weights of some shards may be 0
         why[kept & (out == 0)] = WHY.index("weight is 0")
     return out, why
