@@ -227,6 +227,15 @@ def test_names_of_columns_are_in_any_script(data: Path, tmp_path: Path):
     assert weights({"url": str(data), "columns": given, "where": "ähnlich < 40 and 品質 = 1"}).sum() == 40
 
 
+def test_columns_whose_names_mean_others(data: Path, tmp_path: Path):
+    """SQL ignores case, and this package has a hidden column " size"."""
+    given = table(tmp_path / "t.parquet", key=["s0001", "s0002"], Label=[100, 0], **{" size": ["a", "b"]})
+    assert weights({"url": str(data), "columns": given, "where": "Label > 50"}).sum() == 1
+    with pytest.raises(UserError, match=r"where: SQL takes the columns Label and label for one; rename one$"):
+        weights({"url": str(data), "columns": given, "where": "Label > 50 and label < 10"})
+    assert weights({"url": str(data), "columns": given, "where": "\" size\" = 'b'"}).sum() == 1
+
+
 def test_tables_that_cannot_be_used(data: Path, tmp_path: Path):
     others = table(tmp_path / "others.csv", key=["x", "y"])
     for given in {"exclude": others}, {"columns": others, "where": "true"}:

@@ -127,18 +127,20 @@ def weights_of(
     excluded = opened[source.exclude] if source.exclude else None
     known = [*OWN, *(name for m in measured for name in m.names), *(name for g in given for name in g.names)]
     wanted = [name for name in known if name in names]
+    if twins := [pair for pair in itertools.combinations(sorted({*wanted}), 2) if len({*map(str.lower, pair)}) == 1]:
+        raise UserError(f"{key}where: SQL takes the columns {' and '.join(twins[0])} for one; rename one")
     there = "; ".join([", ".join(known), *(unfinished(table, source.url) for table in tables if table.missing())])
     check_meaning(source, measured, given, key)
     keyed = wanted + (["key", "shard"] if given or excluded else [])
     for chunk in in_chunks(index, shards):
         rows = [own_columns(index, shard, keyed, measured) for shard in chunk]
         lengths, table = [len(r) for r in rows], pa.concat_tables(rows, promote_options=UNTYPED)
+        size = table[SIZE].to_numpy()  # taken now, as a table of the user's may have a column of this name
         for other in given:
             table = other.join(table, wanted)
         gone = excluded.rows_of(table).is_valid().to_numpy() if excluded else np.zeros(len(table), bool)
         (weights, why), cuts = evaluate(table, ~gone, source, there, key), np.cumsum(lengths)[:-1]
-        sizes = np.split(table[SIZE].to_numpy(), cuts)
-        yield from zip(np.split(weights, cuts), sizes, np.split(why, cuts), strict=True)
+        yield from zip(*(np.split(values, cuts) for values in (weights, size, why)), strict=True)
 
 
 def unfinished(table: SampleTable, url: str) -> str:
