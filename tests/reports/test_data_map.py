@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -11,6 +12,8 @@ from helpers.pictures import write_copies
 import eagleray
 from eagleray.cli.main import app
 from eagleray.data import sample_table
+from eagleray.data.index import open_index
+from eagleray.data.sample_table import About, SampleTable, complete_tables
 from eagleray.reports import data_map
 
 BACKBONE = "untrained:test_vit"
@@ -66,6 +69,26 @@ def test_everything_that_was_computed_is_shown(
     assert all(int(copy) == int(first) + 1 and float(similarity) >= 0.9999 for similarity, first, copy in pairs)
     counted = [int(n.replace(",", "")) for n in re.findall(r"cluster \d+: ([\d,]+) images", page)]
     assert counted == sorted(counted, reverse=True)
+
+
+def test_fields_of_json_are_not_taken_for_clusters(shards: Path, tmp_path: Path) -> None:
+    index = open_index(str(shards), note=lambda _: None)
+
+    def add(name: str, settings: dict[str, Any], **columns: Any) -> None:
+        about = About("columns", settings, "digest", len(index))
+        table = SampleTable.create(f"{shards}/columns/{name}", about)
+        for part in table.parts:
+            table.write(part, index, {c: [value] * len(table.samples(part)) for c, value in columns.items()})
+
+    add("json", {"measures": [], "json": {}}, cluster="cats", cluster_name="cats", duplicate_of="a", similarity=0.25)
+    page = eagleray.data_map(shards, tmp_path / "data.html").read_text()
+    assert sections(page) == ["Columns"]
+    assert "eagleray data cluster FEATURES" in page
+    ours = {"cluster": 0, "cluster_size": 128, "centre_similarity": 0.5, "duplicate_of": None, "similarity": 0.75}
+    add("clusters", {"clusters": [1]}, **ours)
+    assert sections(eagleray.data_map(shards, tmp_path / "data.html").read_text()) == ["Clusters", "Columns"]
+    tables = list(complete_tables(index.shards, "columns", lambda _: True))
+    assert set(data_map.Data(str(shards), index, tables, None).column("similarity")) == {0.75}
 
 
 def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

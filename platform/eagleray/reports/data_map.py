@@ -48,7 +48,7 @@ class Data:
         """Return a table of all measured columns, with the samples in the subset as rows."""
         parts = np.unique(self.samples // sample_table.ROWS).tolist()
         found: dict[str, Any] = {}
-        for table in self.columns:
+        for table in sorted(self.columns, key=lambda t: "clusters" in t.about.settings):  # the last `similarity` counts
             read = pa.concat_tables([table.read(part, table.columns()) for part in parts], promote_options=UNTYPED)
             found |= {name: read[name] for name in table.columns()}
         return pa.table(found)
@@ -104,7 +104,7 @@ def lead(data: Data) -> list[str]:
     missing = {
         f"eagleray data measure {data.url}": "sharpness" in data.table.column_names,
         f"eagleray embed MODEL {data.url}": data.features is not None,
-        f"eagleray data cluster FEATURES {data.url}": "cluster" in data.table.column_names,
+        f"eagleray data cluster FEATURES {data.url}": "centre_similarity" in data.table.column_names,
     }
     more = [command for command, there in missing.items() if not there]
     return [line for line in (looked, f"More is shown after: {'; '.join(more)}" if more else "") if line]
@@ -113,7 +113,7 @@ def lead(data: Data) -> list[str]:
 def tiles(data: Data) -> list[Tile]:
     """Return the large numbers at the top of the page: how many clusters and near copies there are, as far as known."""
     found = []
-    if "cluster" in data.table.column_names:
+    if "centre_similarity" in data.table.column_names:
         found.append(Tile("clusters", int(np.nanmax(data.column("cluster"), initial=-1)) + 1))
         copied = len(data.table) - data.table["duplicate_of"].null_count
         found.append(Tile("near copies", 100 * copied / len(data.table), "% of the images"))
@@ -141,7 +141,7 @@ def on_map(data: Data) -> Section | None:
     if not len(rows):
         return None
     places = principal(features[good] / np.linalg.norm(features[good], axis=1, keepdims=True).clip(1e-12))
-    names = [name for name in data.table.column_names if name.startswith("cluster") and name != "cluster_size"]
+    names = [f.name for f in data.table.schema if f.name.startswith("cluster") and f.type == pa.int64()]
     highest = max(names, key=lambda name: (len(name), name), default=None)
     colour = np.nan_to_num(data.column(highest)[rows]).astype(np.int64) if highest else np.zeros(len(rows), np.int64)
     shown = np.sort(draw.choice(len(rows), min(ON_MAP, len(rows)), replace=False))
@@ -155,7 +155,7 @@ def on_map(data: Data) -> Section | None:
 
 def clusters(data: Data) -> Section | None:
     """Return a section with contact sheets of the largest and smallest clusters, or None without a cluster column."""
-    if "cluster" not in data.table.column_names:
+    if "centre_similarity" not in data.table.column_names:
         return None
     of, size, near = (data.column(name) for name in ("cluster", "cluster_size", "centre_similarity"))
     numbers, first = np.unique(of[~np.isnan(of)], return_index=True)
@@ -180,7 +180,7 @@ def clusters(data: Data) -> Section | None:
 
 def copies(data: Data) -> Section | None:
     """Return a section with pairs of an image and its near copy, or None if there are no near copies."""
-    if "duplicate_of" not in data.table.column_names:
+    if "centre_similarity" not in data.table.column_names:
         return None
     original, similar = data.table["duplicate_of"], data.column("similarity")
     copied = np.flatnonzero(original.is_valid().to_numpy())
