@@ -254,9 +254,15 @@ def test_an_image_that_no_step_has_used_is_only_recorded(data: Path, tmp_path: P
     pretrain(data, out, "max_steps=7")
     later = first_used_in(uses(out), 8, 12)
     before = {path: path.read_bytes() for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    names = layout.CHOICE, layout.NEIGHBOURS, "pictures/knn.png", "report.html"
+    showing = [tmp_path / "out" / name for name in names]
+    for path in showing[1:]:
+        store.put_bytes(str(path), b"")
+    assert all(path.exists() for path in showing)
     found = eagleray.forget(out, where=f"key in ('{later[0]}', '{later[1]}')")
     assert (found["images"], found["used"], found["step"], found["checkpoints"]) == (2, None, 7, [])
     assert eagleray.Run(out).finished
+    assert not any(path.exists() for path in showing), "they may show the images"
     assert {path: path.read_bytes() for path in (tmp_path / "out" / "checkpoints").iterdir()} == before
     pretrain(data, out)
     assert not any(uses(out)[key] for key in later)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from eagleray.runs.recipe import Recipe
 
 log = logging.getLogger(__name__)
-# The files and folders of a run to delete, as they depend on the steps that are taken back, or show images.
-FILES = (layout.SUMMARY, layout.EVALUATION, layout.NEIGHBOURS, layout.HEALTH_PLOT, layout.CHOICE, layout.PLACES)
-FOLDERS = (layout.EXPORT, layout.PICTURES)
+# The files and folders of a run to delete, as they may show the images, or depend on the steps that are taken back.
+SHOWING = (layout.NEIGHBOURS, layout.CHOICE, layout.PICTURES, "report.html")
+FILES = (layout.SUMMARY, layout.EVALUATION, *SHOWING, layout.HEALTH_PLOT, layout.PLACES, layout.EXPORT)
 
 
 def forget(
@@ -89,6 +89,8 @@ def forget(
             with writing(f"out={out}"):
                 if before is not None:
                     go_back(recipe, command, before, step, state["lengths"] if state else {})
+                elif new:
+                    delete(out, SHOWING)  # images that no step has used may be shown as left out or as neighbours
                 write_forgotten(out, lines)
     return {
         "images": len(new.union(listed)),
@@ -137,13 +139,16 @@ def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Map
 
     with RunDir(recipe, 0, Tracking("none"), command=command) as folder:
         checkpoint.delete_after(folder.checkpoints, before)
-        for name in FILES:
-            folder.store.delete(name)
-            (folder.path / name).unlink(missing_ok=True)
-        for name in FOLDERS:
-            for blob in list(store(recipe.out).walk(f"{recipe.out}/{name}/")):
-                store(recipe.out).delete(blob.url)
-            shutil.rmtree(folder.path / name, ignore_errors=True)
+        delete(recipe.out, FILES)
         folder.cut(step, lengths)
         log.info("forgets images: goes back to step %d", step)
         folder.writer.first()  # stores the histories now, as an error while closing is only logged
+
+
+def delete(out: str, names: Sequence[str]) -> None:
+    """Delete files and folders of a run, also their copies on this machine."""
+    for name in names:
+        shutil.rmtree(path := run_store(out).work / name, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        for url in [f"{out}/{name}", *(blob.url for blob in store(out).walk(f"{out}/{name}/"))]:
+            store(out).delete(url)
