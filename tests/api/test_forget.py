@@ -371,5 +371,8 @@ def test_evaluations_and_the_guard_of_the_start_leave_forgotten_images_out(data:
     assert isinstance(images, Probed)
     measured = np.concatenate([images.sets.train_samples, images.sets.test_samples, StartGuard(plan).samples])
     assert not gone & set(measured.tolist())
+    plan.index.label[3:] = -1
+    plan.index.label[3] = 0
+    assert not StartGuard(plan).labelled, "no other image has a label, so none is a neighbour"
     unlabelled = replace(plan, stream=replace(plan.stream, index=replace(plan.index, labelled=False)))
     assert not gone & {*held_out(unlabelled).drawn[1].tolist(), *StartGuard(unlabelled).samples.tolist()}

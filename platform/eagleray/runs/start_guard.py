@@ -49,10 +49,11 @@ class StartGuard:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.settings = plan, plan.recipe.start
-        self.every, self.labelled = plan.recipe.monitor.every, plan.index.labelled
+        self.every, self.labelled = plan.recipe.monitor.every, False
         if self.settings:
-            # Images with labels, if there are any
-            samples = labelled_samples(plan.index) if self.labelled else remaining_samples(plan.index)
+            labelled = labelled_samples(plan.index)
+            self.labelled = plan.index.labelled and len(labelled) > 1  # an image is classified by others
+            samples = labelled if self.labelled else remaining_samples(plan.index)
             most = MOST if self.labelled else LEAST
             self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), most))
             self.labels = torch.from_numpy(plan.index.label[self.samples])
