@@ -307,13 +307,13 @@ def test_what_a_user_sees(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     out = str(tmp_path / "out")
     pretrain(data, out, "checkpoint.keep=9", "max_steps=11")
     gone = first_used_in(uses(out), 8, 9)
-    listed = listing(tmp_path, [*gone, "nobody"])
+    listed = listing(tmp_path, [*gone, '"no\nbody"'])
     capsys.readouterr()
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("[!.]*") if p.is_file()}
     run("forget", out, "--samples", str(listed), "--dry-run")
     assert capsys.readouterr().out.splitlines() == [
         "images    2 of the training data",
-        "not found 1 keys: nobody",
+        "not found 1 keys: no\\x0abody",
         "first use step 8 of 11",
         "goes back to the checkpoint of step 6",
         "deletes   3 later checkpoints (step-000000011, step-000000010, step-000000008), exports, summary and "
@@ -345,6 +345,7 @@ def test_what_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ((out, "--samples", listed), f"{listed}: none of its 1 keys is in {moved}/train"),
         ((out, "--samples", "none.csv"), "none.csv"),
         ((out, "--where", "blur > 3"), "--where: blur > 3"),
+        ((out, "--where", "label = 99"), "--where: label = 99: true for none of 320 samples"),
         ((str(tmp_path / "none"), "--where", "true"), "no run there"),
     ):
         assert line in refused(capsys, "forget", *words)

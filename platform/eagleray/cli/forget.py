@@ -7,6 +7,7 @@ import typer
 import eagleray
 from eagleray.base.console import out as console
 from eagleray.cli.options import Plugins
+from eagleray.data.file_names import readable
 
 SHOWN = 5  # largest number of keys without an image that are printed
 
@@ -25,7 +26,7 @@ def forget(
 
     This deletes later checkpoints, exports and pictures of the run. After an interruption, repeat the command."""
     found = eagleray.forget(run, samples or None, where=where, dry_run=dry_run, plugins=plugin or ())
-    before, missing, later = found["forgotten"], found["not_found"], found["checkpoints"]
+    before, missing, later = found["forgotten"], [*map(readable, found["not_found"])], found["checkpoints"]
     known = f", of which {before} were forgotten before" * bool(before)
     lines = [f"images    {found['images']} of the training data{known}"]
     if missing:

@@ -22,7 +22,7 @@ from eagleray.base.errors import UserError, explained
 from eagleray.config.source import Source
 from eagleray.data import sample_table
 from eagleray.data.digests import same_samples
-from eagleray.data.expressions import WHY, evaluate
+from eagleray.data.expressions import WHY, evaluate, shown
 from eagleray.data.file_names import readable
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, tables_beside
@@ -186,7 +186,7 @@ def samples_where(
 
 def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], list[str]]:
     """Return samples, and keys without a sample. `listed`, the file of `--samples`, names the samples; if it is empty,
-    the expression of `--where` is true for them. Raises UserError when the file names no sample."""
+    the expression of `--where` is true for them. Raises UserError when there is no sample."""
     given = list(dict.fromkeys(index.sources))
     asked = [
         Source(url=s.url, exclude=listed) if listed else Source(url=s.url, where=where, columns=s.columns)
@@ -198,11 +198,10 @@ def samples_listed(index: Index, listed: str, where: str) -> tuple[list[int], li
         weighed = weights_of(index, shards, ask, tables, key="--")
         for rows, (weight, *_) in zip(rows_of(index, shards), weighed, strict=True):
             found += (rows.start + np.flatnonzero((weight > 0) != bool(listed))).tolist()
-    if not listed:
-        return found, []
     if not found:
         check_found(tables, asked)
-    return found, tables[listed].keys.filter(pa.array(~tables[listed].found)).to_pylist()
+        raise UserError(f"--where: {shown(where)}: true for none of {len(index)} samples")
+    return found, [] if not listed else tables[listed].keys.filter(pa.array(~tables[listed].found)).to_pylist()
 
 
 def in_chunks(index: Index, shards: NDArray[np.int64]) -> Iterator[list[int]]:
