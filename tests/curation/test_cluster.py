@@ -125,7 +125,11 @@ def test_copies_may_have_to_look_alike(
         far = np.where(mine % 20 == 9, 0xFFFFF, 0)  # 20 bits
         texts = [f"{0x0123_0000_0000_0000 ^ int(bits):016x}" for bits in far]
         table.write(part, index, {"phash": pa.array(texts, pa.string(), mask=mine == BROKEN)})
-    for bits, expected in (18, range(19, sum(SUBJECTS), 20)), (20, range(9, sum(SUBJECTS), 10)):
+    for bits, expected in (
+        (0, range(19, sum(SUBJECTS), 20)),
+        (18, range(19, sum(SUBJECTS), 20)),
+        (20, range(9, sum(SUBJECTS), 10)),
+    ):
         out = eagleray.find_clusters(features, shards, tmp_path / str(bits), clusters=[3], similar=0.98, bits=bits)
         assert sorted(columns(out)["duplicate_of"].dropna().index.astype(int)) == list(expected)
     with pytest.raises(UserError, match=r"has a table of bits=18.*; out=FOLDER names another place"):

@@ -105,7 +105,7 @@ def compare(
 
     def likeness(rows: NDArray[np.int64]) -> Likeness:
         bits = None if hashes is None else signs(hashes[file.rows[rows]], of.device)
-        return Likeness(torch.from_numpy(x[rows]).to(of.device), bits, of.bits or 64)
+        return Likeness(torch.from_numpy(x[rows]).to(of.device), bits, 64 if of.bits is None else of.bits)
 
     at = np.searchsorted(file.rows, order)
     label = nearest[order, 0]
