@@ -62,17 +62,18 @@ def features(shards: Path, tmp_path: Path) -> str:
     return embedded(shards, tmp_path / "features")
 
 
-def embedded(shards: Path, folder: Path) -> str:
+def embedded(shards: Path, folder: Path, broken: float | None = None) -> str:
     """An embedding in which subjects lie apart, and copies close together."""
     index = open_index(str(shards))
     rows = np.array([int(index.key(i)) for i in range(len(index))])
     x = vectors()
+    x[BROKEN] = broken or 0
     settings = {"digest": "d", "kind": "pooled", "dim": DIM, "size": 32, "resize": 32, "precision": "float32"}
     about = About(WHAT, settings, data_digest(index, np.arange(len(index))), len(index))
     table = SampleTable.create(str(folder), about)
     for part in table.parts:
         mine = rows[table.samples(part)]
-        table.write(part, index, {COLUMN: column_of(x[mine], mine != BROKEN)})
+        table.write(part, index, {COLUMN: column_of(x[mine], (mine != BROKEN) | (broken is not None))})
     return table.folder
 
 
@@ -108,6 +109,20 @@ def test_copies_and_subjects_are_found(features: str, shards: Path) -> None:
     assert each.sum() == pytest.approx(0.4 * len(staying), rel=1e-5)
     assert each.iloc[2] == pytest.approx(14), "the rarest is kept whole"
     assert each.iloc[0] > each.iloc[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_feature_that_is_no_number_counts_as_none(
+    value: float, features: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network overflows on an image, and the clusters of all others stay."""
+    overflown = embedded(shards, tmp_path / "overflown", value)
+    one, other = (
+        columns(eagleray.find_clusters(f, shards, tmp_path / f"of-{Path(f).name}", clusters=[3], similar=0.98))
+        for f in (features, overflown)
+    )
+    pandas.testing.assert_frame_equal(one, other)
+    assert capsys.readouterr().out.count("images are near copies; without features: 1") == 2
 
 
 def test_copies_may_have_to_look_alike(

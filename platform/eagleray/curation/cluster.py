@@ -140,7 +140,8 @@ def work(task: Task, index: Index, device: torch.device, tick: Tick, note: Note)
     if dist.rank() == 0:
         write(task.table, index, found, original, similarity)
         copies = int((original >= 0).sum())
-        note(f"{copies:,} of {len(index):,} images are near copies")
+        bare = int((found.of < 0).sum())
+        note(f"{copies:,} of {len(index):,} images are near copies" + f"; without features: {bare:,}" * bool(bare))
         if copies > MANY * len(index):
             note(
                 f"warning: these are {copies / len(index):.0%}: the features hardly tell images apart; a model that "

@@ -146,6 +146,7 @@ def vectors(table: SampleTable, part: int) -> tuple[NDArray[np.float32], NDArray
     """Return the features (n, D), scaled to length 1, of the samples in a part of the table that have features, and the
     indices of these samples (n,)."""
     features, good = read_features(table, table.samples(part))
+    good &= np.isfinite(features).all(1)  # a NaN would spread to all centres
     return functional.normalize(torch.from_numpy(features[good]), dim=1).numpy(), table.samples(part)[good]
 
 

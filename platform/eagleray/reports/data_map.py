@@ -137,6 +137,7 @@ def on_map(data: Data) -> Section | None:
     draw = np.random.default_rng(0)
     rows = np.sort(draw.choice(len(data.samples), min(POINTS, len(data.samples)), replace=False))
     features, good = read_features(data.features, data.samples[rows])
+    good &= np.isfinite(features).all(1)
     rows = rows[good]
     if not len(rows):
         return None
