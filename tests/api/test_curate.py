@@ -1,6 +1,7 @@
 """`eagleray curate`: from shards to a recipe and a page, which count every image; nothing is done twice."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,3 +93,26 @@ def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.Ca
     eagleray.find_clusters(features, shards, clusters=[2])
     said = refused(capsys, "curate", str(shards), BACKBONE, f"out={tmp_path / 'o'}")
     assert "features" in said
+    assert said.endswith("delete it to begin again")
+
+
+def test_tables_of_other_images_or_meanings_are_to_be_deleted(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`out` of `curate` is no place for tables, so messages must not advise it."""
+    last = max(shards.glob("*.tar"))
+    (tmp_path / "shards-2").mkdir()
+    shutil.copy(last, tmp_path / "shards-2")
+    line = refused(capsys, "curate", both := f"{shards}{{,-2}}/*.tar", BACKBONE, f"out={tmp_path / 'o'}")
+    assert re.search(rf"data={re.escape(both)}; the shards are in 2 folders, such as \S+$", line)
+    eagleray.measure(shards, workers=0)
+    shutil.copy(last, shards / "shard-999999.tar")
+    words = "curate", str(shards), BACKBONE, f"out={tmp_path / 'o'}"
+    line = refused(capsys, *words)
+    assert re.search(r"has a table of other images \(128, here \d+\); delete it to begin again$", line)
+    shutil.rmtree(shards / "columns")
+    features = eagleray.embed(BACKBONE, shards)
+    eagleray.find_clusters(features, shards, shards / "columns" / "mine", clusters=[2])
+    assert re.search(
+        r"both have a column duplicate_of; delete one of these tables, such as \S+$", refused(capsys, *words)
+    )

@@ -55,9 +55,9 @@ def curate(
     check_gpus(gpus, workers)
     check_backbone(os.fspath(backbone))
     check_data(url)
-    measure(url, workers=workers)
-    features = embed(backbone, url, workers=workers, gpus=gpus, plugins=plugins)
-    with reworded(("out=FOLDER names another place", "delete the folder to cluster again")):
+    with reworded(("out=FOLDER names another place", "delete it to begin again"), ("out: missing", f"data={url}")):
+        measure(url, workers=workers)
+        features = embed(backbone, url, workers=workers, gpus=gpus, plugins=plugins)
         clusters = find_clusters(features, url, similar=SIMILAR, bits=BITS, workers=workers, gpus=gpus)
     from eagleray.curation.cuts import column, find_cuts
     from eagleray.data.sample_table import SampleTable, read_about
@@ -69,7 +69,8 @@ def curate(
     about = read_about(clusters)
     assert about is not None
     table = SampleTable(clusters, about)
-    cuts = list(find_cuts(index, url, table))
+    with reworded(("name the one that counts as columns, such as", "delete one of these tables, such as")):
+        cuts = list(find_cuts(index, url, table))
     for cut in cuts:
         say(cut.line())
     left = ~np.any([cut.out for cut in cuts if cut.made], axis=0)
