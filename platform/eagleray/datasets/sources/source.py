@@ -68,8 +68,9 @@ class Dataset:
     short: str  # name in the file names of recipes
     classes: int
     splits: Mapping[str, int]  # number of images of each split; the first split is the default of `eagleray prepare`
-    obtain: str  # how a person gets the data, as a sentence without its full stop
-    contents: str  # files that the argument FROM must hold, for the table in docs/finetune.md
+    # How a person gets the data, as a sentence without its full stop
+    obtain: str = "It comes as shards, which are used as they are"
+    contents: str = ""  # files that the argument FROM must hold, for the table in docs/finetune.md
 
     def __str__(self) -> str:
         first, second, *parts = (f"{count:,} in {name}" for name, count in self.splits.items())
