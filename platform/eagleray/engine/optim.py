@@ -240,16 +240,10 @@ class LAMB(torch.optim.Optimizer):
     This is algorithm 2 of You et al. 2020, arXiv:1904.00962. Vectors are neither scaled nor decayed. timm's LAMB also
     clips the gradient and cannot skip a step."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-    ) -> None:
+    def __init__(self, params: Iterable[Any]) -> None:
         # `fused` makes load_state_dict keep the step counts on the device.
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True})
+        defaults = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-6, "fused": True}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
