@@ -9,7 +9,7 @@ import typer
 import eagleray
 from eagleray.base.console import out as console
 from eagleray.base.errors import UserError, explained
-from eagleray.cli.options import Plugins, WhereColumns
+from eagleray.cli.options import Plugins, Tasks, WhereColumns
 
 Out = Annotated[
     str | None,
@@ -91,12 +91,7 @@ def measure(
             "phash; or json.NAME, a field of the JSON file beside each image. By default all except json.NAME."
         ),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of parallel Ray tasks, by default one per CPU; 0 runs in this process, without Ray.", min=0
-        ),
-    ] = None,
+    workers: Tasks = None,
 ) -> None:
     """Measure size, brightness, sharpness and more of every image, as columns for data.train.where. After an
     interruption, repeat the command to continue."""

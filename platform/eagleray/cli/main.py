@@ -26,6 +26,7 @@ from eagleray.cli.options import (
     Plugins,
     Profile,
     RecipeName,
+    Tasks,
     WhereColumns,
 )
 from eagleray.cli.outcome import name_of, show_card, show_run
@@ -140,12 +141,7 @@ def prepare(
     ] = False,
     channels: ImageChannels = 0,
     seed: Annotated[int, typer.Option(help="Random seed of the order of the samples.", min=0)] = 0,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of parallel Ray tasks, by default one per CPU; 0 runs in this process, without Ray.", min=0
-        ),
-    ] = None,
+    workers: Tasks = None,
     labels: Annotated[
         str,
         typer.Option(

@@ -62,6 +62,12 @@ Profile = Annotated[
         metavar="STEP..STEP",
     ),
 ]
+Tasks = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of parallel Ray tasks, by default one per CPU; 0 runs in this process, without Ray.", min=0
+    ),
+]
 WhereColumns = Annotated[
     str, typer.Option(help="Only with --where: a Parquet or CSV file whose columns the expression may use.")
 ]
