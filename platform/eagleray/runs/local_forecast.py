@@ -236,7 +236,6 @@ def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True
 def decoding_rate(
     views: Views,
     files: Sequence[bytes] = (),
-    seconds: float = SECONDS,
     *,
     scaled: bool = False,
     channels: Sequence[Channel] = (),
@@ -251,7 +250,7 @@ def decoding_rate(
     packer, images = Packer(views, planes(channels)), 0
     with one_thread():
         began = time.perf_counter()
-        while time.perf_counter() < began + seconds:
+        while time.perf_counter() < began + SECONDS:
             u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
             image, boxes = decode_boxes(files[images % len(files)], views, u, scaled=scaled, channels=channels)
             if packed:

@@ -53,9 +53,7 @@ def cifar_100(options: PrepareOptions) -> SourceFiles:
     return _cifar(options.origin, "cifar-100", [f"{options.split}.bin"], "fine_label_names.txt", labels=2, classes=100)
 
 
-def _cifar(
-    origin: str, title: str, names: Sequence[str], words: str, *, labels: int, classes: int, side: int = 32
-) -> SourceFiles:
+def _cifar(origin: str, title: str, names: Sequence[str], words: str, *, labels: int, classes: int) -> SourceFiles:
     """Find the record files `names`, and the text file `words` with the names of the classes.
 
     These files may be anywhere in the folder. Each record has `labels` bytes of labels, of which the last is used, and
@@ -68,7 +66,7 @@ def _cifar(
             f"any code; expected {missing[0]} and the other files of {title}-binary.tar.gz, unpacked"
         )
     *records, text = files.pick(origin, blobs, (*names, words), f"{title}-binary.tar.gz")
-    pixels = 3 * side**2
+    pixels = 3 * 32**2
     step = labels + pixels
 
     def items() -> Iterator[Item]:
@@ -86,7 +84,7 @@ def _cifar(
     def listing() -> Listing:
         return Listing(items(), files.read_text(text.url).split()[:classes])
 
-    return SourceFiles([*records, text], listing, _reader((3, side, side), (1, 2, 0)))
+    return SourceFiles([*records, text], listing, _reader((3, 32, 32), (1, 2, 0)))
 
 
 def stl10(options: PrepareOptions) -> SourceFiles:
