@@ -62,8 +62,7 @@ def curate(
     from eagleray.curation.cuts import column, find_cuts
     from eagleray.data.sample_table import SampleTable, read_about
     from eagleray.evaluation.embeddings import open_embedding
-    from eagleray.reports.data_map import data_map
-    from eagleray.reports.left_out import left_out
+    from eagleray.reports.data_map import data_map, left_out
 
     index = open_shown(url, note=say)
     about = read_about(clusters)

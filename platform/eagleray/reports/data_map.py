@@ -12,14 +12,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base import files
+from eagleray.curation.cuts import Cut
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, UNTYPED, samples_where
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
 from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, principal
-from eagleray.reports.draw_choice import choice_of, images_of
-from eagleray.reports.page import Page, Picture, Pictures, Section, Tile, footer_text, render
+from eagleray.reports.draw_choice import ACROSS, choice_of, images_of, some_of
+from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, footer_text, render
 
 PARTS = 12  # largest number of parts of the tables that are read, evenly spread
 POINTS, ON_MAP = 3000, 150  # largest numbers of points on the map, and of images among them
@@ -225,3 +226,15 @@ def ends(data: Data) -> Section | None:
         return None
     text = "What is at the ends of a column shows where to cut."
     return Section("Columns", [group(pictures)], [text])
+
+
+def left_out(index: Index, cuts: Sequence[Cut]) -> Section:
+    """Return a section on what each of the `cuts` leaves out. An image counts for the first cut that leaves it out."""
+    rows = [[c.name, c.where, int(c.out.sum()), 100 * float(c.out.mean()), "" if c.made else "not made"] for c in cuts]
+    pictures = []
+    for cut in cuts:
+        if images := [image for _, image in images_of(index, some_of(cut.out))]:
+            said = f"{cut.name}: not {cut.where}"
+            pictures.append(Picture(images_uri(images, ACROSS), f"Images that are {cut.name}", said))
+    table = Table("What each cut leaves out", ["Cut", "Keeps", "Images", "%", ""], rows)
+    return Section("Left out", [table, Pictures(pictures)], ["An image counts for the first cut that leaves it out."])
