@@ -150,5 +150,5 @@ def delete(out: str, names: Sequence[str]) -> None:
     for name in names:
         shutil.rmtree(path := run_store(out).work / name, ignore_errors=True)
         path.unlink(missing_ok=True)
-        for url in [f"{out}/{name}", *(blob.url for blob in store(out).walk(f"{out}/{name}/"))]:
+        for url in [f"{out}/{name}"] if Path(name).suffix else [b.url for b in store(out).walk(f"{out}/{name}/")]:
             store(out).delete(url)

@@ -162,14 +162,13 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces a mapping
-        entries = out.get(key)
-        places = {*map(str, range(len(entries)))} if isinstance(entries, list) and isinstance(value, dict) else None
-        if places is not None and (beyond := [i for i in value if i not in places and str(i).isdecimal()]):
-            raise RecipeError(f"{key}.{beyond[0]}: no such entry; {key} has {len(places)}, counted from 0")
-        if places is not None and value.keys() <= places:
-            out[key] = [merge(entry, value.get(str(i), {})) for i, entry in enumerate(entries)] if value else value
-        else:
-            out[key] = merge(out[key], value) if nested else value
+        out[key] = merge(out[key], value) if nested else value
+        if isinstance(entries := under.get(key), list) and isinstance(value, dict) and value:
+            names = [str(i) for i in range(len(entries))]
+            if beyond := [i for i in value if i not in names and str(i).isdecimal()]:
+                raise RecipeError(f"{key}.{beyond[0]}: no such entry; {key} has {len(names)}, counted from 0")
+            if value.keys() <= {*names}:
+                out[key] = [merge(entry, value.get(i, {})) for i, entry in zip(names, entries, strict=True)]
     return out
 
 
