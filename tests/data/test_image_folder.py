@@ -16,6 +16,7 @@ from helpers.runs import assert_same, weights
 import eagleray
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.data.image_folder import check_outside
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.datasets.shapes import image
 
@@ -191,6 +192,16 @@ def test_a_folder_can_stand_beside_shards(photos: Path, shards: Path):
     assert len(index) == IMAGES + 80
     both = loader([str(photos), str(shards / "test")])  # type: ignore[arg-type]
     assert sum(len(b.index) for b in both) == 176
+
+
+@pytest.mark.parametrize("place", [".", "a/runs/x"])
+def test_a_run_does_not_draw_among_its_images(photos: Path, tmp_path: Path, place: str):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    with pytest.raises(
+        UserError, match=f"^out={photos / place}: lies in {photos}, whose images its pictures would join"
+    ):
+        eagleray.pretrain(tmp_path / "small.yaml", {"data.train": photos}, out=photos / place)
+    check_outside(f"{photos}-runs/x", [str(photos)], "out=")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from eagleray.base.console import say, say_loading
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.data import index_file
-from eagleray.data.image_folder import images_below
+from eagleray.data.image_folder import check_outside, images_below
 from eagleray.data.index import Listing, list_data, open_shown
 from eagleray.models import names
 from eagleray.runs import accelerators, fit, sources
@@ -99,6 +99,7 @@ def check_data(recipe: Recipe) -> None:
             raise fit.too_small(recipe, images)
     out = store.absolute(recipe.out.rstrip("/"))
     given = {store.absolute(source.url): source for source in (*recipe.data.sources(), *(recipe.data.test or ()))}
+    check_outside(out, given, "out=")
     for url, listing in (train | test).items():
         if listing and lacks_index(listing, out):
             open_shown([replace(given[url], url=url)], out, note=say, channels=recipe.data.channels)

@@ -204,15 +204,14 @@ def stats(
     ] = False,
 ) -> None:
     """Print the numbers of images, classes and formats in shards; draw a contact sheet and the image sizes."""
-    from eagleray.data.image_folder import holds_images
+    from eagleray.data.image_folder import check_outside
     from eagleray.datasets import card, contact_sheet
     from eagleray.datasets.describe import describe
     from eagleray.storage.store import absolute
 
     destination, source = folder or Path("stats") / name_of(url), absolute(url.rstrip("/"))
     check_local("--out", destination)
-    if Path(absolute(str(destination))).is_relative_to(source) and holds_images(source):
-        raise UserError(f"--out {destination}: lies in {source}, whose images its pictures would join; give another")
+    check_outside(absolute(str(destination)), [source], "--out ")
     if (other := contact_sheet.source_of(destination / "sizes.png")) not in (None, source):
         raise UserError(f"--out {destination}: holds pictures of {other or 'something else'}; give another --out")
     with writing(f"--out {destination}"):  # before the images are read, which may take long

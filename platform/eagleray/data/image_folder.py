@@ -92,6 +92,13 @@ def holds_images(folder: str) -> bool:
     return any(images_below(root))
 
 
+def check_outside(out: str, urls: Iterable[str], option: str) -> None:
+    """Raise UserError if `out`, a folder or URL, lies in a folder of images, whose images its pictures would join."""
+    for url in (url.rstrip("/") for url in urls):
+        if f"{out}/".startswith(f"{url}/") and holds_images(url):
+            raise UserError(f"{option}{out}: lies in {url}, whose images its pictures would join; give another folder")
+
+
 def images_below(root: Path) -> Iterator[str]:
     """Yield the paths of the images in a local folder and below it, relative to the folder and in no order."""
     return filter(_is_image, files_below(root, hidden=False))

@@ -17,6 +17,7 @@ from eagleray.base.console import print_error, say
 from eagleray.base.errors import Outage, UserError, one_line
 from eagleray.base.files import writing
 from eagleray.config import plugins
+from eagleray.data.image_folder import check_outside
 from eagleray.data.index import Note
 from eagleray.engine import world
 from eagleray.evaluation import results
@@ -95,6 +96,7 @@ def evaluate(request: Request, note: Note | None = None) -> Report:
         bare = f"timm:{request.architecture}" if request.architecture else request.backbone
         targets.append(load_target(UNTRAINED + bare))
     report.folder, report.untrained = folder(request, targets[0]), targets[0].untrained
+    check_outside(report.folder, map(store.absolute, filter(None, (request.train, request.test))), "--out ")
     if not (request.out or targets[0].run):
         note(f"results come into {report.folder}; --out names another folder")
     results.load(report.folder)  # raises before the work if results.json is damaged

@@ -48,6 +48,7 @@ def make_plan(
     no index. Raises what `open_plan` raises, and UserError when something does not fit."""
     method = check_method(recipe)
     check_shares(recipe, method.norm_group)
+    image_folder.check_outside(recipe.out, [s.url for s in (*recipe.data.sources(), *(recipe.data.test or ()))], "out=")
     plan = open_plan(recipe, note=note, scan_all=scan_all, opening=opening)
     index, test = plan.index, plan.test
     if queue := fit.long_queue(recipe, plan.stream.samples_per_epoch):
