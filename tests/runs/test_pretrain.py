@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.killed_runs import assert_same_story
-from helpers.pictures import jpeg
+from helpers.pictures import jpeg, write_tar
 from helpers.recipes import SMALL
 from helpers.runs import FAST, arguments, assert_same, split, start, wait_for_step, weights
 from torch import Tensor
@@ -332,3 +332,13 @@ def test_a_save_that_fails_while_a_machine_is_taken_away_costs_steps_and_not_the
     assert first_problem([away, full], own) is full
     assert first_problem([None, away], None) is away
     assert first_problem([None], None) is None
+
+
+def test_failed_downloads_are_no_bad_samples(small: Path, tmp_path: Path):
+    """Samples without an image are listed, and count neither during a run nor at its end."""
+    write_tar(tmp_path / "data" / "0.tar", [*((f"{i:03d}.jpg", jpeg(i)) for i in range(64)), ("x.json", b"{}")])
+    out = tmp_path / "out"
+    pretrain(str(small), [f"data.train={tmp_path / 'data'}", "data.test=null", f"out={out}", "max_steps=1"])
+    assert len(read_lines(out / "quarantine.jsonl")) == 1
+    assert read_lines(out / "metrics.jsonl")[-1]["bad_samples"] == 0
+    assert json.loads((out / "summary.json").read_text())["bad_samples"] == 0

@@ -8,7 +8,9 @@ from helpers.ranks import on_ranks
 
 from eagleray.base import dist
 from eagleray.base.errors import UserError
+from eagleray.base.files import read_lines
 from eagleray.data.quarantine import BadSample, Quarantine
+from eagleray.data.tar_scan import NO_IMAGE
 from eagleray.runs import layout
 from eagleray.runs.train import open_quarantine
 
@@ -47,3 +49,10 @@ def test_the_limit_is_passed_on_all_ranks_at_once(tmp_path: Path):
     Quarantine(tmp_path / "machine-0" / layout.QUARANTINE, samples=100, limit=1).add([bad(1), bad(2)])
     Quarantine(tmp_path / "machine-1" / layout.QUARANTINE, samples=100, limit=1).add([bad(0)])  # of an earlier start
     assert on_ranks(2, continued, tmp_path, tmp_path)[0] == [(4, "4 of 100"), (4, "4 of 100")]
+
+
+def test_a_checkpoint_counts_every_line_of_the_list(tmp_path: Path):
+    run = run_of(tmp_path)
+    run.plan.index.bad = (bad(0), BadSample("s3://b/x.tar", "k9", -1, f"{NO_IMAGE}json"))
+    open_quarantine(run).add([bad(1)])
+    assert len(run.folder.bad) == len(read_lines(tmp_path / layout.QUARANTINE)) == 3

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eagleray.base import files
 from eagleray.base.errors import Futile, Outage, Preempted, UserError, one_line
 from eagleray.base.files import JsonLines, read_history, read_lines
+from eagleray.data.quarantine import Quarantine
 from eagleray.engine import checkpoint, sharded_checkpoint
 from eagleray.engine.checkpoint_files import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
@@ -344,7 +345,7 @@ class RunDir:
         self.claim.check()
         self._write_late()
         summary |= self.starts.tally(useful)
-        summary["bad_samples"] = len(read_lines(self.path / layout.QUARANTINE))
+        summary["bad_samples"] = len(Quarantine(self.path / layout.QUARANTINE, samples=1, limit=1))
         found = self._found()
         summary[HEALTH] = [f"{f['kind']} at step {f['step']}: {f['text']}" for f in found]
         log.info("health: %s; checked: %s", words(found), "; ".join(summary.get(CHECKED) or ["nothing"]))

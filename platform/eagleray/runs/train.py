@@ -166,5 +166,5 @@ def open_quarantine(run: RankRun) -> Quarantine:
     )
     quarantine.bad = dist.from_rank_zero(lambda: quarantine.bad)
     quarantine.add(index.bad, write=run.world.rank == 0)
-    run.folder.bad = quarantine
+    run.folder.bad = quarantine.bad  # has an entry for each line of the file
     return quarantine
