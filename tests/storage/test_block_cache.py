@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eagleray.base.errors import UserError
+from eagleray.storage import block_cache
 from eagleray.storage.blob import Blob
 from eagleray.storage.block_cache import Cache
 
@@ -190,3 +191,37 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache=.*/file/x: cannot be written: Not a directory"):
         Cache(tmp_path / "file" / "x", 10**6)
+
+
+def test_a_reader_does_not_wait_as_long_as_the_outage_that_another_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_cache, "STRIPES", 1)
+    monkeypatch.setattr(block_cache, "WAIT", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    def away() -> memoryview:
+        begun.set()
+        assert over.wait(60)
+        return memoryview(content(1))
+
+    other = threading.Thread(target=get, args=(Cache(tmp_path, 10**6), 1, away))
+    other.start()
+    assert begun.wait(60)
+    assert get(Cache(tmp_path, 10**6), 2) == content(2)
+    over.set()
+    other.join()
+
+
+def test_a_damaged_block_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    cache = Cache(tmp_path, 10**6)
+    get(cache, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        cache.drop(SHARD, 1, 1 + SIZE)
+    assert "cannot delete a damaged block: Read-only file system" in caplog.text

@@ -125,3 +125,9 @@ def test_what_does_not_pass_is_not_tried_again(clock: Clock, error: Exception) -
     with pytest.raises(type(error)):
         call_with_retries("u", attempt, patience=600)
     assert not clock.pauses
+
+
+def test_half_a_day_is_waited_for(clock: Clock):
+    with pytest.raises(Outage):
+        call_with_retries("u", failing(10**9)[1], patience=12 * 3600)  # type: ignore[arg-type]
+    assert clock.now > 12 * 3600 - retry.LONGEST

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -224,10 +225,19 @@ def _as_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """A context in which this process holds an exclusive lock on a file, which is created if it is missing."""
+def file_lock(path: Path, *, patience: float = math.inf) -> Iterator[None]:
+    """A context in which this process holds an exclusive lock on a file, which is created if it is missing. After
+    `patience` seconds, the context begins without the lock."""
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if math.isinf(patience) else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.02)
+                    continue
+            break
         yield
 
 

@@ -17,6 +17,7 @@ from eagleray.storage.blob import Blob, new_buffer
 log = logging.getLogger(__name__)
 STRIPES = 64  # number of lock files that all blocks share
 FREED_SHARE = 0.05  # smallest share of the limit that an eviction frees, so that it is rare: it lists all files
+WAIT = 30.0  # seconds to wait for a fetch of the same stripe, which may last as long as an outage of the store
 STALE = 600  # seconds after which a partial file counts as abandoned
 
 
@@ -40,7 +41,8 @@ class Cache:
         if data is None:
             with contextlib.ExitStack() as locks:
                 try:
-                    locks.enter_context(file_lock(self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"))
+                    lock = self.folder / f"lock-{int(path.name[:8], 16) % STRIPES:02d}"
+                    locks.enter_context(file_lock(lock, patience=WAIT))
                 except OSError as e:  # the folder may have been deleted, or the disk may be full
                     log.warning("%s: cannot be locked: %s", self.folder, e.strerror)
                 data = _read(path, end - begin)
@@ -51,7 +53,10 @@ class Cache:
 
     def drop(self, blob: Blob, begin: int, end: int) -> None:
         """Delete a block whose bytes are wrong."""
-        self._path(blob, begin, end).unlink(missing_ok=True)
+        try:
+            self._path(blob, begin, end).unlink(missing_ok=True)
+        except OSError as e:  # the disk may have become read-only; the checksum shows the damage at each use
+            log.warning("%s: cannot delete a damaged block: %s", self.folder, e.strerror)
 
     def _path(self, blob: Blob, begin: int, end: int) -> Path:
         about = os.fsencode(f"{blob.url} {blob.tag} {blob.size} {begin} {end}")

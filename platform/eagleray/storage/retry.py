@@ -50,7 +50,7 @@ def call_with_retries(url: str, attempt: Callable[[], T], *, patience: float) ->
             return attempt()
         except Transient as e:
             problem = str(e)
-        pause = min(FIRST * 2**number, LONGEST) * _random.uniform(0.5, 1)
+        pause = min(FIRST * 2.0 ** min(number, 16), LONGEST) * _random.uniform(0.5, 1)
         now = time.monotonic()
         if now + pause > began + patience:
             break
