@@ -15,6 +15,7 @@ from helpers import forked
 from helpers.sweeps import through, trial_settings, wait_until
 
 from eagleray.base.errors import Outage, Superseded
+from eagleray.base.files import read_lines
 from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain, rank_run
 from eagleray.runs.tracking import Tracking
@@ -131,3 +132,35 @@ sys.exit("no session")
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_sweep_that_another_command_has_taken_over_ends_and_stops_no_trial(tmp_path: Path):
+    study, over = Study(SimpleNamespace(), tmp_path), threading.Event()  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "state": "running"}}
+    study.lost = lambda: True
+    local, tuner = LocalState(study, threading.Event(), None), SimpleNamespace(fit=lambda: over.wait(60))
+    with pytest.raises(Superseded, match="has taken this sweep over"):
+        ray_tune._fit(tuner, local, lambda: None)
+    over.set()
+    assert not (tmp_path / "trials").exists()
+
+
+def test_a_trial_may_be_stopped_before_its_first_result(tmp_path: Path):
+    said: list[str] = []
+    sweep = SimpleNamespace(objective=SimpleNamespace(key="knn"))
+    study = Study(sweep, tmp_path, note=said.append)  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "state": "running", "seconds": 0.0, "step": 0, "metric": None}}
+    (tmp_path / "trials" / "000").mkdir(parents=True)
+    ray_tune.journal(LocalState(study, threading.Event(), None)).on_trial_complete(0, [], "000")
+    assert said == ["trial 000 stopped at step 0: knn not measured"]
+    assert study.rows["000"]["state"] == "stopped"
+
+
+def test_a_trial_that_tune_starts_again_has_each_result_once(tmp_path: Path):
+    study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "state": "running"}}
+    journal = ray_tune.journal(LocalState(study, threading.Event(), None))
+    for step in (4, 8, 4, 8, 9):
+        result = {"step": step, "steps": 10, "percent": 10.0 * step, "value": 1.0, "seconds": 1.0, "numbers": {}}
+        journal.on_trial_result(0, [], "000", result)
+    assert [r["step"] for r in read_lines(tmp_path / "reports.jsonl")] == [4, 8, 9]

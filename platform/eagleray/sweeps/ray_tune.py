@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagleray import config
-from eagleray.base.errors import Outage, Preempted, UserError, hide_secrets
+from eagleray.base.errors import Outage, Preempted, Superseded, UserError, hide_secrets
 from eagleray.base.threads import begin
 from eagleray.cluster.session import divert_stderr, machines, session
 from eagleray.config import plugins
@@ -25,7 +25,7 @@ from eagleray.runs.sources import resolve_paths
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.schedulers import scheduler
 from eagleray.sweeps.study import Study
-from eagleray.sweeps.sweep import recipe_of
+from eagleray.sweeps.sweep import in_words, recipe_of
 from eagleray.sweeps.trial_files import finished_summary, free_resources
 from eagleray.sweeps.width import TrialWaiting, Width, share
 
@@ -115,11 +115,13 @@ def _keep_keys() -> None:
 
 def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
     """Run Tune in a thread of its own, as in the main thread it would handle Ctrl-C itself. When `local.stop` is set,
-    all running trials are asked to save and stop. Raises Outage if it was set because a store does not answer."""
+    all running trials are asked to save and stop. Raises Outage if a store does not answer, or the sweep is lost."""
     ended, asked = begin(tuner.fit, "ray-tune"), -math.inf
     while not ended.done():
         wait([ended], POLL)
         show()
+        if local.study.lost():  # no trial is asked to stop, as the other command may be training it
+            raise Superseded(f"out={local.study.out}: another command has taken this sweep over; this one ends")
         if local.stop.is_set() and time.monotonic() > asked + AGAIN:
             asked = time.monotonic()
             for row in list(local.study.rows.values()):
@@ -216,7 +218,9 @@ def journal(local: LocalState) -> Any:
             if "away" in result:  # stop all trials, as each would wait for the same store
                 local.away = f"trial {name}: {result['away']}"
                 local.stop.set()
-            if "value" in result:
+            known = local.study.reports.get(name, [])
+            # A trial that Tune has started again reports the results of its run once more.
+            if "value" in result and not (known and result["percent"] <= known[-1]["percent"]):
                 local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
                 local.study.set(name, seconds=result["seconds"], numbers=result["numbers"])
 
@@ -229,8 +233,9 @@ def journal(local: LocalState) -> Any:
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
             if state != "waiting":
+                value = in_words(row["metric"]) or "not measured"
                 local.study.note(
-                    f"trial {name} {state} at step {row['step']}: {local.study.sweep.objective.key} {row['metric']:.4g}"
+                    f"trial {name} {state} at step {row['step']}: {local.study.sweep.objective.key} {value}"
                 )
 
         def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from eagleray import config
 from eagleray.base import child, files
 from eagleray.base.console import out, say, stop_on_signal
-from eagleray.base.errors import UserError
+from eagleray.base.errors import Superseded, UserError
 from eagleray.config import plugins
 from eagleray.runs import layout, mlflow_run
 from eagleray.runs.background import side_work
@@ -38,8 +38,9 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
     rows = place.get(SWEEP_ROWS)
     if rows is None and holds_run(place):
         raise UserError(f"out={folder}: holds a run; give another out=")
-    with open_sweep_dir(folder) as upload:
-        study = Study(sweep, folder, upload=upload)
+    with open_sweep_dir(folder) as uploads:
+        study = Study(sweep, folder, upload=uploads.upload)
+        study.lost = lambda: uploads.claim.lost
         check_same(study)
         if study.open_trials():
             check_begun(study, resume)
@@ -70,6 +71,8 @@ def conduct(study: Study, most: int | None) -> dict[str, Any]:
     stop = threading.Event()
     try:
         ray_tune.launch(study, tracking, most=most, stop=stop, screen=screen(study, stop))
+    except Superseded:  # the files and the run in MLflow are now those of the other command
+        raise
     except Exception:
         mlflow_run.mend(tracking, study.folder / layout.MLFLOW, "FAILED")  # else MLflow shows the sweep as running
         study.upload()

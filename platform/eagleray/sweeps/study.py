@@ -44,6 +44,7 @@ class Study:
         self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
         self.upload, self.note = upload, note
+        self.lost: Callable[[], bool] = lambda: False  # returns whether another command has taken the sweep over
         self.lock = threading.RLock()
         self.suggested: set[str] = set()  # ids of trials that this process has begun
         self.rows = {r["id"]: r for r in read_lines(self.folder / SWEEP_ROWS)}

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -57,8 +57,8 @@ class Uploads(Background):
 
 
 @contextmanager
-def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
-    """A context that reserves the sweep in `out` for this command, and yields a function that uploads changed files.
+def open_sweep_dir(out: str) -> Iterator[Uploads]:
+    """A context that reserves the sweep in `out` for this command, and yields the uploads of its changed files.
     Raises UserError when another command has reserved it."""
     run = run_store(out)
     with ExitStack() as stack:
@@ -70,4 +70,4 @@ def open_sweep_dir(out: str) -> Iterator[Callable[[], None]]:
         uploads.start()
         stack.callback(uploads.upload)
         stack.callback(uploads.close)
-        yield uploads.upload
+        yield uploads
