@@ -176,6 +176,7 @@ def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tup
     if not ran(claim, lines):
         return text + "This sweep has not run yet.\n"
     if claim.pairs or claim.beside:
+        text += "<!-- written by benchmarks/proof.py -->\n\n"
         text += "| better according to the paper | number | compared with | number | measure | gain | p | verdict |\n"
         text += 8 * "| --- " + "|\n"
     for pair in (*claim.pairs, *claim.beside):
@@ -183,7 +184,8 @@ def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tup
         cells = [f"`{pair.better}`", words(a), f"`{pair.worse}`", words(b), f"`{pair.metric}`"]
         cells += judged(compare(a, b, lower=pair.lower), found.get((claim.sweep, pair)), len(found))
         text += f"| {' | '.join(cells)} |\n"
-    return text + f"\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
+    text += "\n<!-- :written by benchmarks/proof.py -->\n" if claim.pairs or claim.beside else ""
+    return text.rstrip("\n") + f"\n\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
 
 
 def judged(compared: Compared | None, verdict: str | None, comparisons: int) -> list[str]:
