@@ -14,6 +14,8 @@ from eagleray.evaluation import evaluate, feature_cache, on_workers
 from eagleray.evaluation.on_workers import Job
 from eagleray.evaluation.target import Inputs, Target, load_target
 from eagleray.models.backbone import Backbone
+from eagleray.models.pixels import OURS, Pixels
+from eagleray.protocols import fine_tuning
 
 
 def run(name: str, out: Path, folder: Path, workers: int, settings: dict[str, str]) -> Any:
@@ -111,6 +113,35 @@ def test_features_are_kept_in_the_format_of_the_recipe(shards: Path, tmp_path: P
         assert one.settings["bank"] == "bf16"
         assert "bank" not in found["fp32"][name].settings
         assert one.numbers[f"{name}/top1"] == pytest.approx(found["fp32"][name].numbers[f"{name}/top1"], abs=5)
+
+
+@pytest.mark.parametrize("name", ["linear_augmented", "semi_supervised", "segmentation", "detection"])
+def test_a_training_of_another_network_with_equal_weights_is_not_continued(
+    name: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as vit_base_patch16_clip_224 and vit_base_patch16_clip_quickgelu_224, which one file of tensors fits."""
+    folders = {"masks": masks(tmp_path / "masks"), "coco": coco(tmp_path / "coco")}
+    settings = {"size": "32", "resize": "32", "steps": "1", "width": "16", "epochs": "1", "batch": "16"}
+    settings |= {"labels": "0.5", "schedule": str(tmp_path / "coco" / "schedule.yaml")}
+    searched: list[str] = []
+
+    def newest(folder: str, _: Path) -> None:
+        searched.append(folder)
+        raise UserError("this is far enough")
+
+    monkeypatch.setattr(fine_tuning.checkpoint, "newest", newest)
+    for half in (OURS, OURS, Pixels((0.5,) * 3, (0.5,) * 3)):
+        monkeypatch.setattr(evaluate, "load_target", lambda *name, p=half: replace(load_target(*name), pixels=p))
+        request = evaluate.Request(
+            "untrained:test_vit",
+            [name],
+            str(shards / "train"),
+            folders={k: str(v) for k, v in folders.items()},
+            settings={k: v for k, v in settings.items() if k in evaluate.PROTOCOLS[name].settings},
+            out=str(tmp_path / "out"),
+        )
+        assert evaluate.evaluate(request).refused == [f"{name}: this is far enough"]
+    assert searched[0] == searched[1] != searched[2]
 
 
 @pytest.mark.slow

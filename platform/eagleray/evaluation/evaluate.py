@@ -257,7 +257,8 @@ class Evaluation:
         run = run_store(self.report.folder)
         folder = results.picture_folder(self.report.folder, new)
         # Protocols that train write checkpoints beside the results, also at a URL, so any machine can continue them.
-        workspace = Workspace(folder, self.note, f"{self.report.folder}/{folder.relative_to(run.view)}")
+        checkpoints = f"{self.report.folder}/{folder.relative_to(run.view)}"
+        workspace = Workspace(folder, self.note, checkpoints, new.backbone_digest)
         if workers and (protocol.ranks or not need.extracted):
             outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)
         else:

@@ -54,7 +54,7 @@ def run_on_ranks(job: Job, workers: int, workspace: Workspace) -> Outcome:
 def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
     """Run a protocol on this rank. Return the outcome, with file names for paths, and the files' contents by name."""
     with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace(Path(folder), note, job.checkpoints)
+        workspace = Workspace(Path(folder), note, job.checkpoints, job.inputs.digest)
         outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)
         files = {path.name: path.read_bytes() for path in workspace.folder.iterdir() if path.is_file()}
     return _moved(outcome, lambda path: Path(path.name)), files

@@ -71,7 +71,7 @@ def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmen
         held_out=mask(kept_out, len(sets.train), device) if len(rates) > 1 else None,
         seed=seed,
     ).to(device)
-    name = f"linear_augmented-{digest(details, sets.digest, weights_digest(backbone))[:8]}"
+    name = f"linear_augmented-{digest(details, sets.digest, weights_digest(backbone, workspace.backbone))[:8]}"
     fine_tune(
         "linear_augmented",
         net,

@@ -35,6 +35,7 @@ class Workspace:
     folder: Path  # folder for pictures and tables, on this machine
     note: Callable[[str], None] = print
     store: str = ""  # folder or URL for the checkpoints of a training; empty: `folder`
+    backbone: str = ""  # digest of the backbone, as networks of equal weights may differ in their settings
 
     @property
     def out(self) -> Path:

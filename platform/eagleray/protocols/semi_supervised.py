@@ -49,7 +49,7 @@ def semi_supervised(backbone: Backbone, sets: ProbeSets, settings: SemiSupervise
     details: dict[str, Any] = {"epochs": epochs, "batch": batch, "lr": lr, "labels": settings.labels, "seed": seed}
     details |= {"size": size, "resize": resize, "crops": "random"}
     details |= {"train_images": len(sets.train_samples), "test_images": len(sets.test_samples)}
-    name = f"semi_supervised-{digest(details, sets.digest, weights_digest(backbone))[:8]}"
+    name = f"semi_supervised-{digest(details, sets.digest, weights_digest(backbone, workspace.backbone))[:8]}"
     net = Classifier(backbone, class_numbers(sets.train, sets.train_samples, device), seed).to(device)
     fine_tune(
         "semi_supervised",

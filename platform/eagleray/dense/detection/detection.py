@@ -53,7 +53,7 @@ def detection(backbone: Backbone, coco: Path, protocol: Detection, workspace: Wo
         raise UserError(f"{train.file}: no object is at least a pixel wide and high inside its image")
     torch.manual_seed(settings.seed)
     backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters are frozen
-    weights = weights_digest(backbone)
+    weights = weights_digest(backbone, workspace.backbone)
     net = build(backbone, len(train.categories), settings)
     tag = digest(weights, config.chosen(settings), tree_digest(coco, times=True))
     name = f"detection-{tag[:8]}"

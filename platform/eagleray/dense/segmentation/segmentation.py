@@ -68,7 +68,7 @@ def segmentation(backbone: Backbone, folder: Path, protocol: Segmentation, works
     masks, kind, rows = Masks.of(folder), HEADS[head], divide(batch)
     torch.manual_seed(seed)
     backbone = copy.deepcopy(backbone).requires_grad_(True)  # a momentum teacher's parameters are frozen
-    weights = weights_digest(backbone)
+    weights = weights_digest(backbone, workspace.backbone)
     settings: dict[str, Any] = {
         "head": head,
         "width": protocol.width or kind.width,
