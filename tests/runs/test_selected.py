@@ -189,6 +189,7 @@ def keys_of_step(out: Path, step: int) -> list[str]:
 
 
 def test_which_steps_have_read_a_sample(small: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shards = Path(shutil.copytree(shards, tmp_path / "shards"))
     api.pretrain(*given(small, shards, tmp_path / "out", "max_steps=9", "checkpoint.steps=3", "checkpoint.keep=9"))
     keys = {step: keys_of_step(tmp_path / "out", step) for step in (4, 8)}
     for step, of_step in keys.items():
@@ -202,6 +203,12 @@ def test_which_steps_have_read_a_sample(small: Path, shards: Path, tmp_path: Pat
     line = refused(capsys, "data", "which", str(tmp_path / "out"), "--key", "nobody")
     assert line == "error: --key nobody: no sample of the training data has this key"
     assert "no run there" in refused(capsys, "data", "which", str(tmp_path / "none"), "--key", "nobody")
+    for name in ("metrics.jsonl", "steps.jsonl"):  # as of a run that was killed before the first lines
+        (tmp_path / "out" / name).unlink()
+    assert 8 in eagleray.which(tmp_path / "out", keys[8][0])[0]["steps"]
+    shutil.copy(next((shards / "train").glob("*.tar")), shards / "train" / "zz.tar")
+    line = refused(capsys, "data", "which", str(tmp_path / "out"), "--key", keys[4][0])
+    assert "the shards of data.train are not those that the run has read; put back what was there" in line
 
 
 def test_an_own_loop_reads_a_selection(shards: Path):

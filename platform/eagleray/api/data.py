@@ -9,7 +9,6 @@ from typing import Any
 from eagleray.api.run import Run
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
-from eagleray.base.files import read_history
 from eagleray.base.progress import PhaseProgress, counting, progress_bar
 from eagleray.cluster.ray_map import ray_map, scanner
 from eagleray.config import plugins as loading
@@ -21,6 +20,7 @@ from eagleray.datasets import card
 from eagleray.datasets import measure as measuring
 from eagleray.datasets import prepare as preparing
 from eagleray.datasets.sources.source import PrepareOptions
+from eagleray.engine.checkpoint_files import names_in
 from eagleray.evaluation.embeddings import open_embedding
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
@@ -200,9 +200,10 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     If the run has forgotten the sample, `forgotten` is the step from which training went on without it, else None.
     `which` computes the steps from the recipe and the index, without reading images. If an image could not be decoded
     or is forgotten, the run read a neighbouring image instead, to which the step counts. `plugins` lists files and
-    modules to load. List the plug-ins of the run too, because `which` does not load them by itself.
+    modules to load, such as the run's own.
 
-    Raises UserError if the run, the key or the data does not exist, and Outage if a store does not answer.
+    Raises UserError if the run, the key or the data does not exist or the data have changed, and Outage if a store does
+    not answer.
 
     Example:
 
@@ -212,18 +213,21 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
     loading.use(plugins)
     opened = Run(run)
     recipe = recipes.load(str(opened.folder / layout.RECIPE), named=True)
+    from eagleray.api.forget import check_unchanged, steps_taken
     from eagleray.data.sample_uses import samples_with, steps_with
+    from eagleray.engine import checkpoint
     from eagleray.runs.forgotten import read_forgotten, samples_of, unread_samples
     from eagleray.runs.plan import opened_again
 
     with opened_again(replace(recipe, out=opened.out)) as plan:
+        check_unchanged(plan, opened)
         index, lines = plan.index, read_forgotten(opened.out)
         found = list(samples_with(index, key))
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")
         since = {sample: line["step"] for line in lines if line["key"] == key for sample in samples_of(index, [line])}
         bad = unread_samples(index, opened.folder)
-        stop = max((line["step"] for line in read_history(opened.folder / layout.METRICS)), default=0)
+        stop = steps_taken(opened, names_in(checkpoint.blobs_of(f"{opened.out}/{layout.CHECKPOINTS}")))
         return [
             {
                 "shard": address(index.rows(sample, sample + 1).blob),
