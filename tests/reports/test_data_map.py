@@ -10,10 +10,13 @@ from helpers.commands import refused
 from helpers.pictures import write_copies
 
 import eagleray
+from eagleray.cli.demo import pictures
 from eagleray.cli.main import app
 from eagleray.data import sample_table
+from eagleray.data.digests import shard_digests
 from eagleray.data.index import open_index
 from eagleray.data.sample_table import About, SampleTable, complete_tables
+from eagleray.datasets.shards import write_shards
 from eagleray.reports import data_map
 
 BACKBONE = "untrained:test_vit"
@@ -75,7 +78,7 @@ def test_fields_of_json_are_not_taken_for_clusters(shards: Path, tmp_path: Path)
     index = open_index(str(shards), note=lambda _: None)
 
     def add(name: str, settings: dict[str, Any], **columns: Any) -> None:
-        about = About("columns", settings, "digest", len(index))
+        about = About("columns", settings, "digest", len(index), shards=shard_digests(index))
         table = SampleTable.create(f"{shards}/columns/{name}", about)
         for part in table.parts:
             table.write(part, index, {c: [value] * len(table.samples(part)) for c, value in columns.items()})
@@ -89,6 +92,18 @@ def test_fields_of_json_are_not_taken_for_clusters(shards: Path, tmp_path: Path)
     assert sections(eagleray.data_map(shards, tmp_path / "data.html").read_text()) == ["Clusters", "Columns"]
     tables = list(complete_tables(index.shards, "columns", lambda _: True))
     assert set(data_map.Data(str(shards), index, tables, None).column("similarity")) == {0.75}
+
+
+def test_columns_and_features_of_other_images_are_not_shown(shards: Path, tmp_path: Path) -> None:
+    eagleray.measure(shards, "size", workers=0)
+    eagleray.embed(BACKBONE, shards, size=32, resize=32)
+    assert sections(eagleray.data_map(shards, tmp_path / "data.html").read_text()) == ["Map", "Columns"]
+    for tar in shards.glob("*.tar"):
+        tar.unlink()
+    write_shards(pictures(1, 128), str(shards), size=60_000)
+    page = eagleray.data_map(shards, tmp_path / "data.html").read_text()
+    assert sections(page) == []
+    assert f"eagleray data measure {shards}" in page
 
 
 def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

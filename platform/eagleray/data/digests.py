@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,12 @@ def same_samples(index: Index, shard: int, digests: list[str]) -> bool:
     return digests[0] == f"{blob.size} {blob.tag}" or digests[1] == _short(
         index.column(shard, ["crc"])["crc"].to_numpy()
     )
+
+
+def same_shards(index: Index, digests: Mapping[str, list[str]]) -> bool:
+    """Return whether an index has the shards with these `shard_digests`, in this order and with the same samples."""
+    names = [blob.url.rpartition("/")[2] for blob in index.shards]
+    return names == list(digests) and all(same_samples(index, i, digests[name]) for i, name in enumerate(names))
 
 
 def _short(crc: NDArray[np.uint32]) -> str:

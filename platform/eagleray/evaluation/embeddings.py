@@ -61,10 +61,11 @@ def open_embedding(folder: str, index: Index) -> SampleTable:
 
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
-    """Return a complete embedding with these `settings` that lies next to the shards of an index; None without one."""
+    """Return a complete embedding of an index's samples with these `settings`, next to its shards; None without one."""
+    data = data_digest(index, np.arange(len(index)))
     tables = complete_tables(
         index.shards,
         FOLDER,
-        lambda about: about.what == WHAT and about.images == len(index) and about.settings.items() >= settings.items(),
+        lambda about: about.what == WHAT and about.data == data and about.settings.items() >= settings.items(),
     )
     return next(tables, None)

@@ -104,8 +104,7 @@ def embedded(
     """Yield the task's features of those `kinds` that `eagleray embed` has written next to the shards."""
     for kind in kinds:
         wanted = {"digest": task.inputs.digest, "kind": kind, "size": task.how.size, "resize": task.how.resize}
-        found = embeddings.beside(index, wanted | {"precision": precision})
-        if not found or found.about.data != data_digest(index, np.arange(len(index))):
+        if not (found := embeddings.beside(index, wanted | {"precision": precision})):
             continue
         note(f"{len(task.samples)} {kind} features from {found.folder}")
         features, good = embeddings.read_features(found, task.samples)

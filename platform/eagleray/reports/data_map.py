@@ -15,6 +15,7 @@ from eagleray.base import files
 from eagleray.curation.cuts import Cut
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, UNTYPED, samples_where
+from eagleray.data.digests import same_shards
 from eagleray.data.index import Index
 from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
@@ -83,7 +84,7 @@ def data_map(
     `columns` a file with columns for it. `features` None: an embedding beside the shards is used, if there is one.
     Raises UserError for a wrong expression, and when the page cannot be written."""
     files.check_local("--out", out)
-    tables = list(complete_tables(index.shards, MEASURED, lambda a: a.what == MEASURED and a.images == len(index)))
+    tables = list(complete_tables(index.shards, MEASURED, lambda about: same_shards(index, about.shards)))
     data = Data(url, index, tables, features or beside(index, {}))
     sections = [*first, preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
     page = Page(
