@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagleray.config import plugins
+from eagleray.evaluation import data
 from eagleray.evaluation.evaluate import Request, evaluate
+from eagleray.evaluation.extraction import Task
+from eagleray.protocols.features import LabelledFeatures
 
 DRAWERS = """
 from eagleray import FeatureProtocol, Outcome, register
@@ -76,3 +80,20 @@ def test_an_evaluation_with_other_settings_keeps_the_pictures_of_the_first(shard
         ["pictures/untrained/sketch.png"],
     ]
     assert len(list((tmp_path / "out").rglob("sketch.png"))) == 3
+
+
+def test_features_that_are_not_finite_are_refused(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One NaN would be the nearest neighbour of every image, and every class of a linear probe would be 0."""
+
+    def damaged(_: object, index: object, task: Task, **more: object) -> dict[str, LabelledFeatures]:
+        x = torch.randn(len(task.samples), 8)
+        x[5, 3], x[7, 0] = torch.nan, torch.inf
+        return {"pooled": LabelledFeatures(x, torch.arange(len(x)) % 2)}
+
+    monkeypatch.setattr(data, "features", damaged)
+    monkeypatch.setattr(data, "ROWS", 6)
+    asked = Request("untrained:test_vit", ["knn"], str(shards / "train"), str(shards / "test"), out=str(tmp_path))
+    assert evaluate(asked, note=lambda _: None).refused == [
+        f"knn: {shards / 'train'}: the features of 2 of 320 images are not finite numbers; the weights are damaged, or "
+        "they overflow the number format in which the device computes"
+    ]

@@ -19,6 +19,8 @@ from eagleray.protocols.needs import Features, Source, Suite
 from eagleray.protocols.probes import ProbeSets, renumber
 from eagleray.storage.folder_copy import local_folder
 
+ROWS = 4096  # images whose features are checked at a time, which limits the memory of the check
+
 
 class RankSource(Source):
     """Opens the data of an `eagleray evaluate` command on a rank. All ranks open data together."""
@@ -40,6 +42,19 @@ class RankSource(Source):
     def read(self, index: Index, task: Task) -> dict[str, LabelledFeatures]:
         """Return the features of this rank's share of the task's images, by type."""
         return own_features(index, task, self.note)
+
+    def vectors(self, index: Index, task: Task) -> LabelledFeatures:
+        """Return the features of the task's type of this rank's share of its images. Raises UserError, on all ranks
+        alike, when some are not finite numbers, as these would decide what a protocol says of all other images."""
+        found = self.read(index, task)[task.how.kind]
+        bad = sum(int((~part.isfinite().all(1)).sum()) for part in found.x.split(ROWS))
+        bad, images = map(sum, zip(*dist.gather_objects((bad, len(found.y))), strict=True))
+        if bad:
+            raise UserError(
+                f"{task.url}: the features of {bad} of {images} images are not finite numbers; the weights are "
+                "damaged, or they overflow the number format in which the device computes"
+            )
+        return found
 
     def labelled(self) -> ProbeSets:
         tested = self.open(self.places["test"]) if "test" in self.places else None
@@ -68,9 +83,7 @@ class RankSource(Source):
         urls, given = self.inputs.urls, self.inputs.given
         each = (urls["train"], sets.train, sets.train_samples), (urls.get("test"), sets.test, sets.test_samples)
         train, test = (
-            self.read(index, Task(self.inputs, url or urls["train"], samples, need, need.kinds or (need.kind,)))[
-                need.kind
-            ]
+            self.vectors(index, Task(self.inputs, url or urls["train"], samples, need, need.kinds or (need.kind,)))
             for url, index, samples in each
         )
         trained, tested = map(sum, zip(*dist.gather_objects((len(train.y), len(test.y))), strict=True))
@@ -88,7 +101,7 @@ class RankSource(Source):
             index = self.open(url)
             samples = labelled_samples(index)
             digests.append(data_digest(index, samples))
-            return self.read(index, Task(self.inputs, url, samples, need, (need.kind,)))[need.kind]
+            return self.vectors(index, Task(self.inputs, url, samples, need, (need.kind,)))
 
         return SuiteFeatures(self.inputs.given["suite"], read, self.inputs.model, digests, self.inputs.bank)
 
