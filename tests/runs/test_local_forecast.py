@@ -1,16 +1,22 @@
 """A run is forecast before it begins: one line, a stored plan, and no start where memory cannot suffice."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.bucket import CountingBucket
+from helpers.pictures import jpeg
 from helpers.runs import arguments, split
 
 from eagleray.api.pretrain import pretrain
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
+from eagleray.config.channels import Channel
+from eagleray.data.decode_crops import decode_boxes
 from eagleray.reports import read, sections
 from eagleray.runs import accelerators, local_forecast
 from eagleray.runs import recipe as recipes
@@ -116,3 +122,24 @@ def test_nothing_is_said_of_devices_that_are_elsewhere(small: Path, monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert local_forecast.local_devices(recipes.load(str(small), ["workers=2"])) is None
     assert local_forecast.local_devices(recipes.load(str(small), ["workers=0"])) is not None
+
+
+def test_images_that_do_not_decode_are_not_timed(small: Path, monkeypatch: pytest.MonkeyPatch):
+    """Training reads others in their place."""
+    decoded: list[bytes] = []
+
+    def decode(data: bytes, *args: Any, **more: Any) -> Any:
+        decoded.append(data)
+        return decode_boxes(data, *args, **more)
+
+    monkeypatch.setattr(local_forecast, "decode_boxes", decode)
+    monkeypatch.setattr(local_forecast, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(local_forecast, "SECONDS", 4)
+    made = recipes.load(str(small))
+    good, bad = jpeg(0), b"no image"
+    local_forecast.loader_rate(made, [good, bad, good, bad], gpu=False)
+    assert decoded == [good, bad, good, good, good]
+    decoded.clear()
+    bands = replace(made, data=replace(made.data, channels=(Channel(mean=0.0, std=1.0),) * 6))
+    local_forecast.loader_rate(bands, [good], gpu=False)
+    assert decoded == [good, *[local_forecast.photograph()] * 3]

@@ -20,6 +20,7 @@ from eagleray.base.allocator import keep_freed_memory
 from eagleray.base.devices import one_thread
 from eagleray.base.errors import UserError
 from eagleray.config.channels import Channel, planes
+from eagleray.data.costs import BadImage
 from eagleray.data.decode_crops import decode_boxes
 from eagleray.data.packed import Packer, packs
 from eagleray.data.reader import pixel_buffer
@@ -227,10 +228,10 @@ def _measured(recipe: Recipe, images: int, device: torch.device, clock: Callable
 def loader_rate(recipe: Recipe, files: Sequence[bytes] = (), *, gpu: bool = True, scaled: bool = False) -> float:
     """Return how many images per second one loader process prepares from image files for training on a GPU or, without
     `gpu`, on this process's device. `scaled`: with data.decode=scaled. Raises UserError where crops=device fails."""
-    channels, views = recipe.data.channels if files else (), Views.of(recipe.views)
+    views = Views.of(recipe.views)
     packed = packs(recipe.data.crops, views.views, torch.device("cuda") if gpu else devices.current())
     scaled |= recipe.data.decode == "scaled"
-    return decoding_rate(views, files, scaled=scaled, channels=channels, packed=packed)
+    return decoding_rate(views, files, scaled=scaled, channels=recipe.data.channels, packed=packed)
 
 
 def decoding_rate(
@@ -243,16 +244,20 @@ def decoding_rate(
 ) -> float:
     """Return how many images per second a CPU core decodes and then crops or, if `packed`, packs for a device to crop.
 
-    `files` are image files with these `channels`. Without files, one of ImageNet's usual size is generated. `scaled`:
-    as with data.decode=scaled."""
-    files = files or [photograph()]
+    `files` are image files with these `channels`. Those that do not decode are left out, as training reads others in
+    their place. Without files, one of ImageNet's usual size is generated. `scaled`: as with data.decode=scaled."""
+    files, channels = (files, channels) if files else ([photograph()], ())
     out = [torch.empty(planes(channels), v.size, v.size, dtype=torch.uint8) for v in views.views]
     packer, images = Packer(views, planes(channels)), 0
     with one_thread():
         began = time.perf_counter()
         while time.perf_counter() < began + SECONDS:
             u = sampling.uniforms(len(views.views), seed=0, epoch=0, sample=images)
-            image, boxes = decode_boxes(files[images % len(files)], views, u, scaled=scaled, channels=channels)
+            try:
+                image, boxes = decode_boxes(files[images % len(files)], views, u, scaled=scaled, channels=channels)
+            except BadImage:
+                others = [file for file in files if file != files[images % len(files)]]
+                return decoding_rate(views, others, scaled=scaled, channels=channels, packed=packed)
             if packed:
                 packer.begin(views, 1)
                 packer.add(image, boxes)
