@@ -1,6 +1,5 @@
 """Restore the backbone that is to be exported from a run, with the preprocessing of its images and its origin."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,10 +59,10 @@ def load_source(path: str, what: str | None = None) -> Source:
     trained = method.export() if what is None else encoder(method, what, recipe).backbone
     backbone = fresh(recipe.backbone, trained)
     images = Preprocessing.of(recipe.evaluate.size, recipe.evaluate.resize, recipe.data.channels)
-    step = re.fullmatch(r"step-(\d+).*", Path(path).name) if Path(path).is_file() else None
-    if not step:
+    steps = state["step"] if type(state.get("step")) is int else None
+    if not (named := Path(path).is_file()):
         run_store(path).fetch()  # the card needs files of the run
-    out = str(folder) if step else path
+    out = str(folder) if named else path
     evaluated = trained is method.export() and type(trained) is Backbone  # runs do not evaluate a subclass's pooling
     return Source(
         backbone,
@@ -72,12 +71,12 @@ def load_source(path: str, what: str | None = None) -> Source:
         recipe,
         out,
         folder,
-        int(step[1]) if step else None,
+        steps if named else None,
         what,
         evaluated,
         start.parts_of(method),
         next((role for role, e in start.encoders(method).items() if e.backbone is trained), ""),
-        steps if type(steps := state.get("step")) is int else None,
+        steps,
     )
 
 
