@@ -10,6 +10,7 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 
 from eagleray.base.errors import UserError
+from eagleray.protocols.catalogue import Logistic
 from eagleray.protocols.features import LabelledFeatures
 from eagleray.protocols.logistic import (
     ONE_IN,
@@ -147,6 +148,12 @@ def test_labels_that_do_not_match_are_one_line():
         logistic(LabelledFeatures(train.x, train.y * 0), LabelledFeatures(test.x, test.y * 0))
     with pytest.raises(UserError, match=f"no class has {ONE_IN} training images"):
         logistic(LabelledFeatures(train.x[:20], train.y[:20]), test)
+    two = LabelledFeatures(test.x, test.y % 2)
+    with pytest.raises(UserError, match="roc_auc: expected training images of two classes, not 5"):
+        logistic(train, two, Logistic(metric="roc_auc"))
+    few = LabelledFeatures(train.x, (torch.arange(100) < 4).long())
+    with pytest.raises(UserError, match="validation images of two classes, or 5 training images of each"):
+        logistic(few, two, Logistic(metric="roc_auc"))
     marks = torch.ones(100, 3, dtype=torch.long)
     with pytest.raises(UserError, match="some training images with class 0 and some without it"):
         probe(

@@ -166,7 +166,7 @@ def probe(
     fifth of each class of the training set is held out. For the metric `map11` the labels are marks (n, C) of 1, 0 and
     -1. On several ranks, the arguments are the sets of this rank, and all ranks return the same outcome. Raises
     UserError when the labels of the sets do not match."""
-    training, given, final = _problems(train, val, test, marks=metric == "map11")
+    training, given, final = _problems(train, val, test, metric)
     step, images = _pick(training, given, metric, seed, note)
     model = (training.join(given) if given else training).fit(strength(step))
     number = logistic_shards.metric(metric, model.scores(final.x), final.y, final.device)
@@ -187,6 +187,8 @@ def _pick(
 
     Without a `given` validation set, `training` is split for the search; the copies are freed when this returns."""
     fitting, validation = (training, given) if given else hold_out(training, seed)
+    if metric == "roc_auc" and len(np.unique(logistic_shards.gather(validation.y))) != 2:
+        raise UserError(f"roc_auc: expected validation images of two classes, or {ONE_IN} training images of each")
 
     def score(step: int) -> tuple[float, float]:
         negative, value = validation_score(fitting, validation, step, metric)
@@ -206,15 +208,15 @@ def validation_score(fitting: Problem, validation: Problem, step: int, metric: s
 
 
 def _problems(
-    train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, *, marks: bool
+    train: LabelledFeatures, val: LabelledFeatures | None, test: LabelledFeatures, metric: str
 ) -> tuple[Problem, Problem | None, Problem]:
     """Return the samples to train on, those to pick lambda on (None without `val`), and those to test on.
 
-    Raises UserError when the labels of the sets do not match."""
+    Raises UserError when the labels of the sets do not match each other or the metric."""
     x, x_test = (s.x.float().cpu().numpy() for s in (train, test))  # NumPy has no bfloat16
     y, y_test = (s.y.cpu().numpy() for s in (train, test))
     x_val, y_val = (val.x.float().cpu().numpy(), val.y.cpu().numpy()) if val else (x[:0], y[:0])
-    if marks:
+    if metric == "map11":
         classes = y.shape[1]
     else:
         several, names, tested = (
@@ -225,6 +227,8 @@ def _problems(
             raise UserError(f"logistic: the test set has label {unknown[0]}, which no training image has")
         if len(several) < 2:
             raise UserError("logistic: expected training images of at least two classes")
+        if metric == "roc_auc" and len(names) != 2:
+            raise UserError(f"roc_auc: expected training images of two classes, not {len(names)}")
         y, y_val, y_test = (np.searchsorted(names, labels) for labels in (y, y_val, y_test))
         classes = len(names)
     device = train.x.device
