@@ -10,6 +10,7 @@ from eagleray.config import plugins
 from eagleray.evaluation import data
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.evaluation.extraction import Task
+from eagleray.evaluation.results import NOT_RUN, Result, picture_folder
 from eagleray.protocols.features import LabelledFeatures
 
 DRAWERS = """
@@ -80,6 +81,18 @@ def test_an_evaluation_with_other_settings_keeps_the_pictures_of_the_first(shard
         ["pictures/untrained/sketch.png"],
     ]
     assert len(list((tmp_path / "out").rglob("sketch.png"))) == 3
+
+
+def test_evaluations_at_the_same_time_draw_into_folders_of_their_own(tmp_path: Path):
+    def new(k: int) -> Result:
+        known = {"backbone": "a", "untrained": False, "backbone_digest": "", "architecture": "", "data": {}}
+        return Result("sketch", **known, **NOT_RUN, asked={"k": k})  # type: ignore[arg-type]
+
+    first, second = tmp_path / "pictures", tmp_path / "pictures" / "2"
+    with picture_folder(str(tmp_path), new(1)) as one, picture_folder(str(tmp_path), new(2)) as other:
+        assert [one, other] == [first, second]
+    with picture_folder(str(tmp_path), new(2)) as one:
+        assert one == first, "neither has left a result"
 
 
 def test_features_that_are_not_finite_are_refused(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -196,20 +196,21 @@ class Evaluation:
             **results.NOT_RUN,
         )
         began = time.monotonic()
-        outcome, data = self.measure(result, Measurement(protocol, self.need(protocol), asked))
-        run = run_store(self.report.folder)
-        result = replace(
-            result,
-            numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
-            settings=outcome.settings,
-            data_digest=data,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            seconds=round(time.monotonic() - began, 1),
-            pictures=[os.path.relpath(p, run.view) for p in outcome.pictures],
-        )
-        for path in (*outcome.pictures, *outcome.tables):
-            run.share(path)
-        results.add(self.report.folder, result)
+        with results.picture_folder(self.report.folder, result) as folder:
+            outcome, data = self.measure(folder, result, Measurement(protocol, self.need(protocol), asked))
+            run = run_store(self.report.folder)
+            result = replace(
+                result,
+                numbers={k: v if isinstance(v, int) else float(v) for k, v in outcome.numbers.items()},
+                settings=outcome.settings,
+                data_digest=data,
+                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                seconds=round(time.monotonic() - began, 1),
+                pictures=[os.path.relpath(p, run.view) for p in outcome.pictures],
+            )
+            for path in (*outcome.pictures, *outcome.tables):
+                run.share(path)
+            results.add(self.report.folder, result)
         self.report.results.append(result)
 
     def named(self, need: Need[Any]) -> dict[str, str]:
@@ -247,15 +248,14 @@ class Evaluation:
                     kinds.append(kind)
         return replace(need, kinds=tuple(kinds))
 
-    def measure(self, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
-        """Run a protocol in this process or on workers. Return the outcome and the digest of the data."""
+    def measure(self, folder: Path, new: Result, measurement: Measurement[Any]) -> tuple[Outcome, str]:
+        """Run a protocol here or on workers, with a `folder` for pictures. Return the outcome and the data's digest."""
         protocol, need, workers = measurement.protocol, measurement.need, self.request.workers
         data = need.open(self.source)  # wrong data should raise before the backbone is moved to a device
         # With workers, this process keeps the backbone on the CPU, so as not to take memory of the workers' GPUs.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)
         run = run_store(self.report.folder)
-        folder = results.picture_folder(self.report.folder, new)
         # Protocols that train write checkpoints beside the results, also at a URL, so any machine can continue them.
         checkpoints = f"{self.report.folder}/{folder.relative_to(run.view)}"
         workspace = Workspace(folder, self.note, checkpoints, new.backbone_digest)

@@ -3,6 +3,7 @@
 A result is stored with its settings, backbone, data and date. In a table, its numbers are beside those of the untrained
 backbone and of the paper."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,8 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from eagleray import config
-from eagleray.base.errors import UserError
-from eagleray.base.files import writing
+from eagleray.base.errors import Busy, UserError
+from eagleray.base.files import lock_folder, writing
 from eagleray.base.text import aligned
 from eagleray.config import bundled
 from eagleray.runs import layout, metrics
@@ -100,16 +101,24 @@ def load(folder: str) -> list[Result]:
         ) from None
 
 
-def picture_folder(folder: str, new: Result) -> Path:
-    """Return the local folder for the pictures of a new result, below that of results.json.
+@contextlib.contextmanager
+def picture_folder(folder: str, new: Result) -> Iterator[Path]:
+    """A context with the local folder for the pictures of a new result, below that of results.json. Until it ends, an
+    evaluation by another process of this machine gets another folder.
 
     A repeated evaluation draws into its old folder. A new one gets the first of pictures, pictures/2, pictures/3 and so
     on in which its protocol has no pictures yet; for an untrained backbone these are in pictures/untrained."""
     base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
-    others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
-    taken = {PurePath(path).parent for r in others for path in r.pictures}
-    numbered = (base / str(n) for n in itertools.count(2))
-    return run_store(folder).view / next(place for place in itertools.chain([base], numbered) if place not in taken)
+    for place in itertools.chain([base], (base / str(n) for n in itertools.count(2))):
+        try:
+            lock = lock_folder(run_store(folder).view, ".".join(("", *place.parts, new.protocol, "lock")))
+        except Busy:
+            continue
+        with lock:  # before the results are read, as the other evaluation adds its own while it has the lock
+            others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
+            if place not in {PurePath(path).parent for r in others for path in r.pictures}:
+                yield run_store(folder).view / place
+                return
 
 
 def add(folder: str, result: Result) -> None:
