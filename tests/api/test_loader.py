@@ -56,6 +56,7 @@ def test_it_is_the_stream_of_a_run(small: Path, shards: Path):
         assert all(torch.equal(a, b) for a, b in zip(batch.views, own.views, strict=True))
 
 
+@pytest.mark.slow
 def test_a_script_ends_that_has_not_read_to_the_end(shards: Path):
     done = subprocess.run([sys.executable, "-c", UNFINISHED, str(shards / "train")], capture_output=True, timeout=300)
     assert (done.returncode, b"Exception ignored" in done.stderr) == (0, False), done.stderr

@@ -39,6 +39,7 @@ def both(tmp_path: Path, *words: str, environment: dict[str, str] | None = None)
     return ends
 
 
+@pytest.mark.slow
 def test_a_forked_program_finds_what_one_that_starts_cold_does(tmp_path: Path) -> None:
     cold, copied = both(tmp_path, "-c", SAYS, "a", "b c")
     assert cold == copied

@@ -278,6 +278,7 @@ def test_what_trains_ends_with_its_worker(tmp_path: Path) -> None:
         wait_for_end(ended)
 
 
+@pytest.mark.slow
 def test_the_process_that_waits_has_asked_no_device_and_begun_no_thread() -> None:
     """A fork survives neither: CUDA that was asked for its devices cannot be used below a fork."""
     code = (

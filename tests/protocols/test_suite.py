@@ -67,6 +67,7 @@ def test_a_validation_split_that_is_there_finds_lambda(tmp_path: Path):
     assert missing["flowers-102"].endswith("/trainval: no shards in this folder, nor in both train and val beside it")
 
 
+@pytest.mark.slow
 def test_several_classes_are_read_from_one_label(tmp_path: Path):
     root = make(tmp_path, "voc2007/trainval", "voc2007/test")
     assert suite(SuiteFeatures(root, features)).numbers["suite/voc2007"] == pytest.approx(100)

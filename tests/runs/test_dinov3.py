@@ -40,6 +40,7 @@ def test_ranks_draw_the_same_positions_and_groups(tmp_path: Path) -> None:
         torch.testing.assert_close(two.losses, one.losses, rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_stopping_between_the_phases_equals_no_stop(shards: Path, tmp_path: Path) -> None:
     """Epochs of ten steps: anchored from step 10 on, new Gram teachers after 12 and 14, larger views from 20 on."""
     once, twice, other = tmp_path / "once", tmp_path / "twice", tmp_path / "other"

@@ -85,6 +85,7 @@ def test_any_crop_size(name: str):
     assert all(p.grad is not None for p in backbone.parameters())
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     graphs = []
 
