@@ -109,7 +109,7 @@ def test_a_sweep_in_a_store_is_killed_twice_and_moves(cluster: Any, mlflow: Serv
     wait_until(lambda: running() == 2, process)
     for place in ("two", "one"):
         reached = steps()
-        wait_until(lambda: steps() >= reached + 45, process)  # noqa: B023
+        wait_until(lambda: steps() >= reached + 45 and running() > 0, process)  # noqa: B023
         process.kill()
         process.communicate()
         before = {r["id"]: r for r in stored(f"{OUT}/trials.jsonl")}
