@@ -179,13 +179,13 @@ def section(claim: Claim, lines: Sequence[Mapping[str, Any]], found: Mapping[tup
         text += "<!-- written by benchmarks/proof.py -->\n\n"
         text += "| better according to the paper | number | compared with | number | measure | gain | p | verdict |\n"
         text += 8 * "| --- " + "|\n"
-    for pair in (*claim.pairs, *claim.beside):
-        a, b = both(claim, pair, lines)
-        cells = [f"`{pair.better}`", words(a), f"`{pair.worse}`", words(b), f"`{pair.metric}`"]
-        cells += judged(compare(a, b, lower=pair.lower), found.get((claim.sweep, pair)), len(found))
-        text += f"| {' | '.join(cells)} |\n"
-    text += "\n<!-- :written by benchmarks/proof.py -->\n" if claim.pairs or claim.beside else ""
-    return text.rstrip("\n") + f"\n\n![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
+        for pair in (*claim.pairs, *claim.beside):
+            a, b = both(claim, pair, lines)
+            cells = [f"`{pair.better}`", words(a), f"`{pair.worse}`", words(b), f"`{pair.metric}`"]
+            cells += judged(compare(a, b, lower=pair.lower), found.get((claim.sweep, pair)), len(found))
+            text += f"| {' | '.join(cells)} |\n"
+        text += "\n<!-- :written by benchmarks/proof.py -->\n\n"
+    return f"{text}![Each seed of {claim.sweep}](images/proof/{claim.sweep}.png)\n"
 
 
 def judged(compared: Compared | None, verdict: str | None, comparisons: int) -> list[str]:

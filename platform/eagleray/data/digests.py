@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from eagleray.data import index_file
 from eagleray.data.index import Index
 
 LENGTH = 16  # hexadecimal digits
@@ -16,7 +17,7 @@ def shard_digests(index: Index) -> dict[str, list[str]]:
     """Return by shard name two texts for `same_samples`: size and tag, and a digest of the checksums in order."""
     cuts = zip(index.first[:-1].tolist(), index.first[1:].tolist(), strict=True)
     return {
-        blob.url.rpartition("/")[2]: [f"{blob.size} {blob.tag}", _short(index.crc[first:last])]
+        index_file.name(blob): [f"{blob.size} {blob.tag}", _short(index.crc[first:last])]
         for blob, (first, last) in zip(index.shards, cuts, strict=True)
     }
 
@@ -32,7 +33,7 @@ def same_samples(index: Index, shard: int, digests: list[str]) -> bool:
 
 def same_shards(index: Index, digests: Mapping[str, list[str]]) -> bool:
     """Return whether an index has the shards with these `shard_digests`, in this order and with the same samples."""
-    names = [blob.url.rpartition("/")[2] for blob in index.shards]
+    names = list(map(index_file.name, index.shards))
     return names == list(digests) and all(same_samples(index, i, digests[name]) for i, name in enumerate(names))
 
 

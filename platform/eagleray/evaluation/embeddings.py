@@ -11,7 +11,7 @@ from eagleray.base.errors import UserError
 from eagleray.data import sample_table
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index
-from eagleray.data.sample_table import SampleTable, complete_tables, read_about
+from eagleray.data.sample_table import About, SampleTable, complete_tables, read_about
 
 WHAT, FOLDER, COLUMN = "embedding", "embeddings", "feature"
 
@@ -62,10 +62,9 @@ def open_embedding(folder: str, index: Index) -> SampleTable:
 
 def beside(index: Index, settings: Mapping[str, Any]) -> SampleTable | None:
     """Return a complete embedding of an index's samples with these `settings`, next to its shards; None without one."""
-    data = data_digest(index, np.arange(len(index)))
-    tables = complete_tables(
-        index.shards,
-        FOLDER,
-        lambda about: about.what == WHAT and about.data == data and about.settings.items() >= settings.items(),
-    )
-    return next(tables, None)
+
+    def fits(about: About) -> bool:
+        like = about.what == WHAT and about.images == len(index) and about.settings.items() >= settings.items()
+        return like and about.data == data_digest(index, np.arange(len(index)))  # reads the whole index, so it is last
+
+    return next(complete_tables(index.shards, FOLDER, fits), None)

@@ -39,8 +39,7 @@ def tune(sweep: Sweep, *, most: int | None, resume: bool) -> dict[str, Any]:
     if rows is None and holds_run(place):
         raise UserError(f"out={folder}: holds a run; give another out=")
     with open_sweep_dir(folder) as uploads:
-        study = Study(sweep, folder, upload=uploads.upload)
-        study.lost = lambda: uploads.claim.lost
+        study = Study(sweep, folder, upload=uploads.upload, lost=lambda: uploads.claim.lost)
         check_same(study)
         if study.open_trials():
             check_begun(study, resume)

@@ -36,15 +36,15 @@ class Study:
         *,
         folder: Path | None = None,
         upload: Callable[[], None] = lambda: None,
+        lost: Callable[[], bool] = lambda: False,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`out` is a folder or URL. `folder` is a copy on this machine, by default the one that `eagleray tune` writes.
         `upload`, which stores the files, is called when a trial has changed its state, and `note` with a line of text
-        for each event of a trial."""
+        for each event of a trial. `lost` returns whether another command has taken the sweep over."""
         self.sweep, self.out, self.folder = sweep, str(out), folder or run_store(out).work
         self.name = self.out.rstrip("/").rpartition("/")[2]
-        self.upload, self.note = upload, note
-        self.lost: Callable[[], bool] = lambda: False  # returns whether another command has taken the sweep over
+        self.upload, self.lost, self.note = upload, lost, note
         self.lock = threading.RLock()
         self.suggested: set[str] = set()  # ids of trials that this process has begun
         self.rows = {r["id"]: r for r in read_lines(self.folder / SWEEP_ROWS)}
