@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[list[str], list[str]]] = {  # the command, and the keys o
     "streaming": (["streaming.py", "--images", "1500", "--rounds", "3"], ["share_of_raw", "decoded_ratio_webdataset"]),
     "input": (["loader.py", "--rounds", "5"], ["ratio_per_core", "ratio_decode_crop"]),
     "step": (["plain_step.py"], ["step"]),
-    "kill": (["survive.py", "--train", "SHARDS", "--every", "10", "--minutes", "0.5"], ["start_over_restart"]),
+    "kill": (["survive.py", "--train", "SHARDS", "--every", "22", "--minutes", "0.75"], ["start_over_restart"]),
 }
 
 

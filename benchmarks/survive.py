@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--train", required=True, help="shards of CIFAR-10 or other labelled images")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--readers", type=int, default=0, help="loader processes of each worker")
-    parser.add_argument("--every", type=float, default=120, help="seconds between kills")
+    parser.add_argument("--every", type=float, default=120, help="seconds between kills; below 20, runs pause between")
     parser.add_argument("--minutes", type=float, default=10, help="that the harmed run lasts at least")
     parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--batch", type=int, default=64)

@@ -26,10 +26,17 @@ def test_an_error_that_the_command_prints_is_printed_once(tmp_path: Path, capsys
     follow = FollowRun(tmp_path, 4, 32)
     follow.__enter__()
     lines = [LOG("ERROR", "a store was away"), LOG("WARNING", "slow")]
+    lines += [LOG("ERROR", "the run failed: RuntimeError: a peer died"), LOG("INFO", "started again")]
     lines += [LOG("ERROR", f"the run failed: RuntimeError: {error}"), "Traceback\n", LOG("INFO", "waiting")]
     (tmp_path / layout.LOG).write_text("".join(lines))
     follow.__exit__(RuntimeError, error, None)
-    assert capsys.readouterr().out.splitlines() == ["warning: slow", "error: a store was away", "waiting"]
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: slow",
+        "error: a store was away",
+        "started again",
+        "warning: an earlier attempt failed: RuntimeError: a peer died",
+        "waiting",
+    ]
 
 
 def test_an_error_after_which_the_command_goes_on_is_printed(

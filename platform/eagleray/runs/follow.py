@@ -62,10 +62,8 @@ class FollowRun:
     ) -> None:
         self.ended.set()
         self.thread.join()
-        if not error:  # the run ended well, so an error in its log is that of an attempt before
-            self.failure = self.failure.replace("error: the run failed", "warning: an earlier attempt failed", 1)
         if not error or one_line(error) not in self.failure:
-            self._print_failure()
+            self._print_failure(went_on=not error)
         self.bar.stop()
 
     def _work(self) -> None:
@@ -76,7 +74,7 @@ class FollowRun:
             self._say_that_it_starts()
             records = history(parse_lines(self.metrics.lines()))
             if records:  # new steps: the run has continued after the error, so the command does not end with it
-                self._print_failure()
+                self._print_failure(went_on=True)
             for line in self.log.lines():
                 self._print(line)
             for record in records:
@@ -99,14 +97,16 @@ class FollowRun:
         if len(parts) < 5:
             return
         if parts[3] == "ERROR":
-            self._print_failure()
+            self._print_failure(went_on=True)
             self.failure = f"error: {parts[4]}"
         elif parts[3] in ("INFO", "WARNING"):
             out.print(("" if parts[3] == "INFO" else f"{parts[3].lower()}: ") + parts[4], markup=False)
 
-    def _print_failure(self) -> None:
+    def _print_failure(self, went_on: bool) -> None:
+        """Print the last error of the log, as a warning if the run went on after it."""
         if self.failure:
-            out.print(self.failure, markup=False)
+            earlier = self.failure.replace("error: the run failed", "warning: an earlier attempt failed", 1)
+            out.print(earlier if went_on else self.failure, markup=False)
         self.failure = ""
 
     def _show_progress(self, record: dict[str, Any]) -> None:
