@@ -5,8 +5,9 @@
 
 `--hours H` trains for so long, the claims that decide most per hour first, one trial at a time on one thread, by
 `eagleray tune`. With `--programs N` trials of all claims run side by side instead, N at a time, each as a program of
-its own with `--keys` over its recipe, so that Ray is not needed and one GPU is shared. Every trial that has ended is a
-line of benchmarks/results/proof.jsonl. Ctrl-C or SIGTERM ends all trials with a checkpoint, stores those that have
+its own with `--keys` over its recipe, so that Ray is not needed and one GPU is shared; trials whose numbers are stored
+are not run again, even on another machine, unless other trials start from their weights. Every trial that has ended is
+a line of benchmarks/results/proof.jsonl. Ctrl-C or SIGTERM ends all trials with a checkpoint, stores those that have
 ended and exits with 130; the same command continues. `--page` writes the page and its plots alone.
 """
 
@@ -129,6 +130,8 @@ class Programs:
         self.claims, self.clock, self.keys = claims, clock, keys
         self.waiting: dict[str, list[Future[bool]]] = {}  # the trials of a claim; whether each has ended
         self.failed: list[str] = []
+        needed = {claim.after for claim in CLAIMS}
+        self.known = {(r["claim"], r["setting"], r["seed"]) for r in read_lines(RESULTS) if r["claim"] not in needed}
 
     def run(self, programs: int) -> list[str]:
         """Run or continue all trials, so many at a time, until the end. Returns what failed, in words. Raises
@@ -160,6 +163,9 @@ class Programs:
         first, _ = wait(self.waiting.get(claim.after, ()))
         if any(f.exception() or not f.result() for f in first) or not self.clock.left() or not (row := study.next()):
             return False
+        if (claim.sweep, setting(row), row["values"].get("seed")) in self.known:
+            study.set(row["id"], state="stopped")
+            return True
         recipe = recipe_of(study.sweep, row["alternative"], row["values"], f"trial {row['id']}")
         file, out = study.folder / f"{row['id']}.yaml", study.trial(row["id"])
         file.write_text(config.dump(recipe))

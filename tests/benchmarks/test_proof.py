@@ -255,6 +255,26 @@ def test_what_stops_a_trial_before_its_program_starts_is_named(
         programs([claim], proof["Clock"](600), []).run(2)
 
 
+def test_trials_whose_numbers_are_stored_are_not_run_again(
+    proof: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    programs = proof["Programs"]
+    scope, ran = programs.run.__globals__, []
+    monkeypatch.setitem(scope, "RUNS", tmp_path)
+    monkeypatch.setitem(scope, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setitem(scope, "eagleray", lambda *words, until: ran.append(words[1]) or 1)
+    settings = [f"lr={rate}" for rate in (0.001, 0.004, 0.016)]
+    stored = [{"claim": "proof_rate", "setting": s, "seed": n, "numbers": {}} for s in settings for n in range(5)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in stored[:-1]))
+    [claim] = [c for c in proof["CLAIMS"] if c.sweep == "proof_rate"]
+    failed = programs([claim], proof["Clock"](600), []).run(2)
+    states = {r["id"]: r["state"] for r in read_lines(tmp_path / "proof_rate" / "trials.jsonl")}
+    assert states.pop("014") == "waiting"
+    assert set(states.values()) == {"stopped"}
+    assert set(ran) == {str(tmp_path / "proof_rate" / "014.yaml")}
+    assert set(failed) == {"proof_rate 014 with status 1"}
+
+
 @pytest.mark.slow
 def test_programs_take_the_trials_of_claims_side_by_side(
     proof: dict[str, Any], shards: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
