@@ -1,8 +1,20 @@
 """Define the arguments and options that several commands share."""
 
+from collections import Counter
 from typing import Annotated
 
 import typer
+
+from eagleray.base.errors import UserError
+
+
+def each_once(words: list[str] | None) -> list[str] | None:
+    """Return the words. Raises UserError if two set the same key, as when a shell expands a pattern with braces."""
+    keys = (word.partition("=")[0] for word in words or () if "=" in word and not word.startswith("-"))
+    for key, number in Counter(keys).items():
+        if number > 1:
+            raise UserError(f"{key}: given {number} times; expected one value, in quotes if it has braces: {key}='...'")
+    return words
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -32,6 +44,7 @@ Overrides = Annotated[
     typer.Argument(
         help="Recipe keys to change, such as optim.batch=256. `eagleray show RECIPE` prints all keys.",
         metavar="[KEY=VALUE]...",
+        callback=each_once,
     ),
 ]
 Plugins = Annotated[

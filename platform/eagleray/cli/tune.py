@@ -8,7 +8,7 @@ import typer
 
 import eagleray
 from eagleray.base.console import silence
-from eagleray.cli.options import Json, Plugins, complete_sweep
+from eagleray.cli.options import Json, Plugins, complete_sweep, each_once
 
 
 def tune(
@@ -26,6 +26,7 @@ def tune(
             help="Recipe keys for all trials, out=FOLDER or out=s3://BUCKET/FOLDER, or keys of the sweep itself such "
             "as sweep.trials=20.",
             metavar="[KEY=VALUE]...",
+            callback=each_once,
         ),
     ] = None,
     plugin: Plugins = None,
