@@ -273,6 +273,8 @@ def words(kind: Any) -> str:
     warnings.simplefilter("ignore", UnsupportedFieldAttributeWarning)  # of an alias, which is read above
     if isinstance(kind, type) and is_dataclass(kind):
         return SCHEDULE if kind is Schedule else "mapping"
+    if getattr(kind, "__origin__", None) is Schedule:
+        return SCHEDULE
     try:
         return in_words(TypeAdapter(kind).json_schema())
     except Exception:  # of an annotation that JSON cannot say

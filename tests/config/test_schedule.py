@@ -5,6 +5,7 @@ import pytest
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
+from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Optim
 
 
@@ -36,3 +37,16 @@ def test_timm_is_a_step_behind_and_its_cosine_begins_with_training():
     assert [lr(a) for a in at[:5]] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.8])
     assert [lr(a) for a in at[5:]] == pytest.approx([cosine(a) for a in at[4:-1]])
     assert max(map(lr, at)) < 1
+
+
+def test_an_inclusive_warm_up_of_a_fraction_does_not_exceed_its_value():
+    temperature = Schedule(value=0.07, warmup_from=0.04, warmup=2.1, inclusive=True, per_epoch=True)
+    found = [temperature(Progress(10 * epoch, 10, 21)) for epoch in range(4)]
+    assert found == pytest.approx([0.04, 0.04 + 0.03 / 1.1, 0.07, 0.07])
+
+
+def test_a_temperature_is_above_zero_in_every_step():
+    keys = ["data.train=none", "method.teacher_temp.value=0.07", "method.teacher_temp.warmup=30"]
+    with pytest.raises(UserError, match=r"teacher_temp.*warmup_from"):
+        recipes.load("dino_vits16_in1k_ep100", keys)
+    recipes.load("dino_vits16_in1k_ep100", [*keys, "method.teacher_temp.warmup_from=0.04"])

@@ -147,3 +147,10 @@ def test_targets_are_of_the_momentum_encoder_after_it_moved() -> None:
     method(batch_of(*torch.randn(2, 4, 3, 16, 16)), AT)
     for p, q in zip(method.target.parameters(), method.online.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_a_layer_after_the_pooling_gets_a_gradient() -> None:
+    net = Backbone("convnext_atto", options={"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1)})
+    method = PixPro(net, dim=8, hidden=16)
+    method.loss([torch.randn(2, 3, 64, 64) for _ in range(2)]).backward()
+    assert not [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None]

@@ -14,6 +14,8 @@ from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.data.batch import Batch
 from eagleray.engine.export import to_timm
+from eagleray.engine.loop import Trainer
+from eagleray.engine.optim import make
 from eagleray.losses import prototypes
 from eagleray.losses.patches import match_patches
 from eagleray.losses.prototypes import H, Scores, update_center
@@ -318,3 +320,19 @@ def test_the_loss_of_images_is_that_of_moby() -> None:
     torch.testing.assert_close(out["gain"], want["gain"])
     for mine, theirs in ((ours.queue1, plain.queue1), (ours.queue2, plain.queue2)):
         torch.testing.assert_close(mine.keys, theirs.keys)
+
+
+def test_frozen_epochs_train_the_aggregation() -> None:
+    size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    backbone = Backbone("vit_tiny_patch16_224", options=size)
+    sizes: dict[str, Any] = {"prototypes": 16, "patch_prototypes": 8, "hidden": 8, "bottleneck": 4, "heads": 2}
+    method = SelfPatch(backbone, momentum=Schedule(value=0.5), **sizes)
+    before = {n: p.detach().clone() for n, p in method.named_parameters()}
+    optimizer = make("sgd", method, decay="all")
+    trainer = Trainer(method, optimizer, lr=lambda _: 0.1, weight_decay=lambda _: 0.0, freeze=3.0)
+    views = [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    trainer.step(AT, Batch(views, torch.arange(2), torch.zeros(2), (2,)))
+    changed = {n for n, p in method.named_parameters() if not torch.equal(p, before[n])}
+    assert not [n for n in changed if ".backbone.model." in n]
+    for role in ("student", "teacher"):
+        assert any(n.startswith(f"{role}.backbone.aggregation.") for n in changed)

@@ -120,3 +120,10 @@ def test_the_patches_of_a_hybrid_are_cells_of_its_cnn(name: str, side: int):
         features = Backbone(name)(torch.empty(2, 3, 224, 224))
     assert features.grid == (side, side)
     assert features.patches.shape[1] == side * side
+
+
+def test_a_momentum_copy_of_a_cnn_has_no_dropout():
+    net = Backbone("resnet10t", options={"drop_rate": 0.9, "drop_block_rate": 0.5})
+    copy, x = ema_copy(net), torch.randn(4, 3, 64, 64)
+    assert copy.training
+    assert torch.equal(copy.pooled(x), copy.pooled(x))

@@ -48,3 +48,18 @@ def test_views_are_normalised_apart_with_one_exchange_of_a_layer(
     for found, expected, exchanges in on_ranks(2, compared, tmp_path, dtype):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert exchanges == ["gather"] * 3 + ["total"] * 3
+
+
+def of_16_bits(x: Tensor) -> Tensor:
+    norm: Any = sync_batch_norms(nn.Sequential(nn.BatchNorm1d(6)), torch.device("cpu"))[0]  # type: ignore[index]
+    assert norm(x.split(ROWS)[dist.rank()]).dtype == x.dtype
+    return torch.stack([norm.running_mean, norm.running_var])
+
+
+def test_16_bits_are_summed_in_float32(tmp_path: Path) -> None:
+    x, whole = (3 + torch.randn(sum(ROWS), 6)).bfloat16(), nn.BatchNorm1d(6)
+    whole(x.float())
+    assert whole.running_mean is not None
+    assert whole.running_var is not None
+    for found in on_ranks(2, of_16_bits, tmp_path, x):
+        torch.testing.assert_close(found, torch.stack([whole.running_mean, whole.running_var]))

@@ -54,7 +54,7 @@ class Schedule:
         now = max((int(at.epoch) if self.per_epoch else at.step) - self.timm, 0)
         warm = self.warmup * ticks
         if now < warm:
-            return self.warmup_from + (self.value - self.warmup_from) * now / max(warm - self.inclusive, 1)
+            return self.warmup_from + (self.value - self.warmup_from) * now / max(warm - self.inclusive, now, 1)
         if self.end is None:
             return self.value * 0.1 ** sum(at.epoch >= drop for drop in self.drops)
         begin = 0 if self.timm else warm

@@ -3,7 +3,9 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from eagleray.config.schedule import Schedule
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -14,7 +16,15 @@ def _bytes(value: Any) -> Any:
     return int(min(float(match[1]), 2.0**63) * UNITS[match[2]]) if match else value  # int fails on inf
 
 
+def _above_zero(schedule: Schedule) -> Schedule:
+    first = schedule.warmup_from if schedule.warmup else schedule.value
+    if min(first, schedule.value, schedule.value if schedule.end is None else schedule.end) <= 0:
+        raise ValueError("expected a temperature above 0 in every step; a warm-up needs warmup_from, such as 0.04")
+    return schedule
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[Schedule, AfterValidator(_above_zero)]  # of a teacher
 Layers = Annotated[int, Field(gt=0)]  # layers of a projector; the papers use 2
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]

@@ -87,7 +87,7 @@ class Trainer:
         precision.scale(out["loss"] * share).backward()
 
         for trunk in frozen:
-            trunk.zero_grad(set_to_none=True)
+            trunk.model.zero_grad(set_to_none=True)
         live = [i for i, p in enumerate(params) if p.grad is not None]
         grads: list[Tensor] = [params[i].grad for i in live]  # type: ignore[misc]
         precision.unscale_(grads)

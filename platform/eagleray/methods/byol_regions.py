@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.products import cosine
 from eagleray.losses.prototypes import H, check_large_crops, match, update_center
@@ -44,7 +44,7 @@ class BYOLRegions(Method):
         region_hidden: PositiveInt = 2048,
         bottleneck: PositiveInt = 256,
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
+        teacher_temp: Temperature = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
         region_weight: NonNegativeFloat = 1.0,  # 0: BYOL alone

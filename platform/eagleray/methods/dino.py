@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, update_center
 from eagleray.methods.method import Method
@@ -34,7 +34,7 @@ class DINO(Method):
         bottleneck: PositiveInt = 256,
         free_scale: bool = False,  # train the prototypes' lengths: the authors do so for ViT-S, but not for ViT-B
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
+        teacher_temp: Temperature = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained

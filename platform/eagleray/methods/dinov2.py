@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.koleo import koleo_loss
 from eagleray.losses.masked import MaskedEncoder, draw_masks, stratified_shares
@@ -50,7 +50,7 @@ class DINOv2(Method):
         centering: Literal["sinkhorn", "mean"] = "sinkhorn",
         koleo_weight: NonNegativeFloat = 0.1,
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True),
+        teacher_temp: Temperature = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True),
         momentum: Schedule = Schedule(value=0.994, end=1.0),
         center_momentum: Share = 0.9,  # used with centering=mean
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained

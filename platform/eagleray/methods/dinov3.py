@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.base.errors import UserError
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.config.view import View
 from eagleray.data.batch import Batch
 from eagleray.losses.gram import gram_loss, resized
@@ -51,7 +51,7 @@ class DINOv3(Method):
         koleo_weight: NonNegativeFloat = 0.1,
         koleo_group: PositiveInt = 16,  # consecutive images among which KoLeo seeks nearest neighbours
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=100),
+        teacher_temp: Temperature = Schedule(value=0.07, warmup_from=0.04, warmup=100),
         momentum: Schedule = Schedule(value=0.994),
         freeze_last: float = 5.0,  # number of first epochs in which the prototypes are not trained
         gram_start: NonNegativeFloat | None = None,  # epoch from which patches are anchored; None: never

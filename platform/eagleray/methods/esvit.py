@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.base.rng import step_generator
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.places import right_share
 from eagleray.losses.prototypes import H, Match, Scores, assignment_stats, check_large_crops, match_views, update_center
@@ -44,7 +44,7 @@ class EsViT(Method):
         bottleneck: PositiveInt = 256,
         free_scale: bool = True,  # train the prototypes' lengths
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
+        teacher_temp: Temperature = Schedule(value=0.07, warmup_from=0.04, warmup=30, inclusive=True, per_epoch=True),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained

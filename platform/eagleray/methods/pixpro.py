@@ -57,7 +57,8 @@ class PixPro(Method):
             t1, t2 = self.target.patch_head(g1.patches), self.target.patch_head(g2.patches)
         assert batch.boxes is not None, "the loader fills them in for a method that needs them"
         pairs = near(batch.boxes, (f1.grid, f2.grid), self.distance)  # (B, N, N)
-        pixel = consistency(y1, t2, pairs) + consistency(y2, t1, pairs.mT)
+        # Ranks wait for a gradient of every layer, also of one after the pooling, such as ConvNeXt's norm.
+        pixel = consistency(y1, t2, pairs) + consistency(y2, t1, pairs.mT) + 0 * (f1.pooled + f2.pooled).mean()
         if self.predictor is None:
             return {"loss": pixel}
         # As in the authors' code, heads act on each patch, and their outputs are averaged.

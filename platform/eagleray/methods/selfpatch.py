@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.patches import PatchEncoder, match_patches, patch_scores
 from eagleray.losses.prototypes import H, Scores, assignment_stats, match_views, update_center
@@ -48,7 +48,7 @@ class SelfPatch(Method):
         crops: Literal["all", "large"] = "all",
         patch_weight: NonNegativeFloat = 0.1,  # 0: DINO alone
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.04),
+        teacher_temp: Temperature = Schedule(value=0.04),
         momentum: Schedule = Schedule(value=0.996, end=1.0),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.base import dist
 from eagleray.config.schedule import Progress, Schedule
-from eagleray.config.types import Share
+from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
 from eagleray.losses.infonce import infonce, logits
 from eagleray.losses.patches import PatchEncoder, match_patches, patch_scores
@@ -50,7 +50,7 @@ class SelfPatchMoBY(Method):
         wrap: bool = True,  # patches at opposite borders of the image are neighbours
         patch_weight: PositiveFloat = 0.1,
         student_temp: PositiveFloat = 0.1,
-        teacher_temp: Schedule = Schedule(value=0.04),
+        teacher_temp: Temperature = Schedule(value=0.04),
         center_momentum: Share = 0.9,
         freeze_last: float = 1.0,  # number of first epochs in which the prototypes are not trained
     ) -> None:

@@ -2,5 +2,4 @@
 
 A recipe's backbone section and tensors of images go in; modules and features come out.
 
-May import: base, config, views.
-"""
+May import: base, config, views."""

@@ -112,8 +112,7 @@ class Backbone(nn.Module):
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return the pooled vectors (B, D) of images (B, 3, H, W), without keeping the patches' features in memory."""
-        out: Tensor = micro_batched(self._pooled, images, self.at_once)
-        return out
+        return micro_batched(self._pooled, images, self.at_once)
 
     def each(self, views: Sequence[Tensor]) -> list[Features]:
         """Return the features of each of V views (B, 3, S, S).
@@ -177,8 +176,7 @@ class Backbone(nn.Module):
         return any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.modules())
 
     def _pooled(self, images: Tensor) -> Tensor:
-        out: Tensor = self.model.forward_head(self._run([images], pooled=True)[0], pre_logits=True)
-        return out
+        return self.model.forward_head(self._run([images], pooled=True)[0], pre_logits=True)
 
     def _features(
         self, images: Tensor, mask: Tensor | None = None, source: Tensor | None = None, token: Tensor | None = None
@@ -277,8 +275,7 @@ class Backbone(nn.Module):
     def pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the mean token (B, D) of every stage for images (B, 3, H, W). For the last stage, this is the pooled
         vector. Raises UserError for the same models as `grids`."""
-        out: tuple[Tensor, ...] = micro_batched(self._pooled_stages, images, self.at_once)
-        return out
+        return micro_batched(self._pooled_stages, images, self.at_once)
 
     def _pooled_stages(self, images: Tensor) -> tuple[Tensor, ...]:
         pooled, *grids = self._grids(images, "stages")
@@ -340,8 +337,7 @@ class Encoder(nn.Module, Generic[Head]):
                 same[-1].append(x)
             else:
                 same.append([x])
-        out: Tensor = self.head(joined(self.backbone.pooled_sizes([joined(xs) for xs in same])))
-        return out
+        return self.head(joined(self.backbone.pooled_sizes([joined(xs) for xs in same])))
 
     def each(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return the head's output (B, C) for each of V views (B, 3, S, S).

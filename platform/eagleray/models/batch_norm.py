@@ -29,9 +29,10 @@ class PortableSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or dist.size() == 1:
             return super().forward(x)
         axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
-        n = dist.total(x.new_full((1,), x.numel() / x.shape[1]))
-        mean = dist.total_with_grad(x.sum(axes)) / n
-        centred = x - mean.view(shape)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        n = dist.total(wide.new_full((1,), x.numel() / x.shape[1]))
+        mean = dist.total_with_grad(wide.sum(axes)) / n
+        centred = wide - mean.view(shape)
         var = dist.total_with_grad(centred.square().sum(axes)) / n
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
@@ -39,7 +40,7 @@ class PortableSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.running_mean.lerp_(mean, self.momentum or 0.1)
                 self.running_var.lerp_(var * n / (n - 1), self.momentum or 0.1)
         out = centred * torch.rsqrt(var + self.eps).view(shape)
-        return torch.addcmul(self.bias.view(shape), out, self.weight.view(shape)) if self.affine else out
+        return (torch.addcmul(self.bias.view(shape), out, self.weight.view(shape)) if self.affine else out).to(x.dtype)
 
 
 OVER_RANKS = (PortableSyncBatchNorm, nn.SyncBatchNorm)

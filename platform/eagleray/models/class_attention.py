@@ -37,8 +37,7 @@ class Aggregation(nn.Module):
         token = self.token.expand(len(x), -1, -1)
         for block in self.blocks:
             token = block(token, x, mask)
-        out: Tensor = self.norm(token.squeeze(1))
-        return out
+        return self.norm(token.squeeze(1))
 
     def aggregate_neighbours(self, x: Tensor, grid: tuple[int, int], k: int, *, wrap: bool) -> Tensor:
         """Return, for each patch of x (B, N, D), the aggregate (B, N, D) of the k neighbours most similar to it."""
@@ -68,8 +67,7 @@ class _Block(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~F.pad(mask, (1, 0), value=True)[:, None, None], -torch.inf)
         token = token + self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        out: Tensor = token + self.mlp(self.norm2(token))
-        return out
+        return token + self.mlp(self.norm2(token))
 
 
 class AggregationBackbone(Backbone):
@@ -83,7 +81,8 @@ class AggregationBackbone(Backbone):
 
     def _split(self, out: Tensor, images: Tensor) -> Features:
         features = super()._split(out, images)
-        return features._replace(pooled=self.aggregation(features.patches))
+        # Ranks wait for a gradient of every layer, also of one after the model's own pooling.
+        return features._replace(pooled=self.aggregation(features.patches) + 0 * features.pooled)
 
     def _pooled(self, images: Tensor) -> Tensor:
         return self._features(images).pooled

@@ -6,7 +6,7 @@ from itertools import compress
 from typing import TypeVar
 
 import torch
-from timm.layers import DropPath, PatchDropout
+from timm.layers import DropBlock2d, DropPath, PatchDropout
 from torch import Tensor, nn
 
 from eagleray.base.dist import local, sharded
@@ -34,14 +34,14 @@ def ema_copy(net: M) -> M:
     out = sharing_copy(net).requires_grad_(False)
     out.online_ref = weakref.ref(net)  # type: ignore[assignment]  # `momentum_copies` reads it
     for module in out.modules():
-        if isinstance(module, DropPath):
+        if isinstance(module, DropPath | DropBlock2d):
             module.drop_prob = 0.0
-        elif isinstance(module, PatchDropout):
-            module.prob = 0.0
+        elif isinstance(module, PatchDropout | nn.Dropout):
+            setattr(module, "prob" if isinstance(module, PatchDropout) else "p", 0.0)
         elif hasattr(module, "aug_active"):  # only timm's rotary positions have this switch
             module.aug_active = False  # type: ignore[assignment]
-        elif isinstance(module, nn.Dropout):
-            module.p = 0.0
+        elif hasattr(module, "drop_rate"):  # some CNNs of timm draw dropout without a module
+            module.drop_rate = 0.0  # type: ignore[assignment]
     return out
 
 
@@ -58,7 +58,8 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float) -> None:
     weight = 1.0 - momentum
     targets: list[Tensor] = list(target.parameters())
     onlines: list[Tensor] = list(online.parameters())
-    held = {id(p) for m in target.modules() if getattr(m, "held", False) for p in m.parameters()}
+    models: list[nn.Module] = [m.model for m in target.modules() if getattr(m, "held", False)]  # type: ignore[misc]
+    held = {id(p) for model in models for p in model.parameters()}
     follows = [t is not o and id(t) not in held for t, o in zip(targets, onlines, strict=True)]
     targets, onlines = list(compress(targets, follows)), list(compress(onlines, follows))
     if hasattr(target, "stored"):  # engine/sharded.py lists the sharded parameters in `stored`

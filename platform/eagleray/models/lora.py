@@ -85,8 +85,7 @@ def adapt(backbone: "Backbone", settings: Lora) -> None:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    out: Tensor = self.lora.add(type(self).forward(self, x), x)
-    return out
+    return self.lora.add(type(self).forward(self, x), x)
 
 
 def merged(backbone: "Backbone") -> "Backbone":

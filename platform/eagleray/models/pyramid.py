@@ -28,8 +28,7 @@ class Pyramid(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the class scores of the mean (B, C) of tokens (B, h, w, C), or with `pre_logits` the mean itself."""
         x = x.mean((1, 2))
-        out: Tensor = x if pre_logits else self.head(x)
-        return out
+        return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))

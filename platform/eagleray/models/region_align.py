@@ -32,8 +32,7 @@ def pooled_regions(backbone: Backbone, images: Tensor, boxes: Tensor, side: int)
 
     The last stage sees only the box, as side x side cells cut from the map of the stage before."""
     size = backbone.at_once
-    out: Tensor = micro_batched(partial(_pooled_regions, backbone.model, side), images, size, boxes)
-    return out
+    return micro_batched(partial(_pooled_regions, backbone.model, side), images, size, boxes)
 
 
 def _pooled_regions(model: Any, side: int, images: Tensor, boxes: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ def rotary_features(model: Any, images: Tensor, turns: Tensor, hidden: Hidden | 
     x = model.norm_pre(model.pos_drop(torch.cat([*prefix, patches.flatten(1, 2)], 1)))
     for block, turn in zip(model.blocks, turns.unbind(), strict=True):
         x = block(x, rope=turn)
-    out: Tensor = model.norm(x)
-    return out
+    return model.norm(x)
 
 
 def rotations(model: Any, grid: tuple[int, int], seed: int) -> Tensor:

@@ -47,8 +47,7 @@ def masked_features(model: Any, images: Tensor, hidden: Hidden) -> Tensor:
     x = embedded(model, images, hidden)
     for block in model.blocks:
         x = block(x)
-    out: Tensor = model.norm(x)
-    return out
+    return model.norm(x)
 
 
 def packable(model: Any) -> bool:
@@ -98,8 +97,7 @@ def embedded(model: Any, images: Tensor, hidden: Hidden | None = None) -> Tensor
     The mask token, or a patch that replaces another one, gets the position of the patch that it replaces."""
     patches = model.patch_embed(images)  # (B, h, w, D) or (B, h * w, D)
     patches = patches if hidden is None else hide(patches, hidden)
-    tokens: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(patches)))
-    return tokens
+    return model.norm_pre(model.patch_drop(model._pos_embed(patches)))
 
 
 def hide(patches: Tensor, hidden: Hidden) -> Tensor:
@@ -143,8 +141,7 @@ def _attend(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
         q, k, v = by_head(part, 3, attn)
         y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v)
         out.append(y.transpose(1, 2).reshape(-1, attn.attn_dim))
-    projected: Tensor = attn.proj_drop(attn.proj(attn.norm(joined(out))))
-    return projected
+    return attn.proj_drop(attn.proj(attn.norm(joined(out))))
 
 
 def by_head(x: Tensor, parts: int, attn: Any) -> tuple[Tensor, ...]:
@@ -208,8 +205,7 @@ def visible_tokens(model: Any, images: Tensor, kept: Tensor) -> Tensor:
     Patches are kept at the positions `kept` (B, n), counted row by row; others are dropped before the first block."""
     x, first = embedded(model, images), model.num_prefix_tokens
     tokens = torch.cat([x[:, :first], take(x[:, first:], kept)], 1)
-    out: Tensor = model.norm(model.blocks(tokens))
-    return out
+    return model.norm(model.blocks(tokens))
 
 
 def allow_dropping(model: Any) -> None:
@@ -295,5 +291,4 @@ def _attend_class(attn: Any, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Te
     for mine, part in zip(q.split([b for b, _ in shapes]), unpacked(kv, shapes), strict=True):
         k, v = by_head(part, 2, attn)
         out.append(F.scaled_dot_product_attention(attn.q_norm(mine), attn.k_norm(k), v).flatten(1))
-    projected: Tensor = attn.proj_drop(attn.proj(attn.norm(joined(out))))
-    return projected
+    return attn.proj_drop(attn.proj(attn.norm(joined(out))))

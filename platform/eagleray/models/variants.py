@@ -27,8 +27,7 @@ class TokenBatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(dim, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x.flatten(0, -2)).view_as(x)
-        return out
+        return self.norm(x.flatten(0, -2)).view_as(x)
 
 
 class BatchNormBlock(Block):  # type: ignore[misc]

@@ -69,8 +69,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Update the tokens x (B, D, h, w)."""
         x = x + self.attention(x)
-        out: Tensor = x + self.mlp(x)
-        return out
+        return x + self.mlp(x)
 
 
 class Attention(nn.Module):
@@ -88,8 +87,7 @@ class Attention(nn.Module):
         q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=1)
         q, k, v = (t.unflatten(1, (self.heads, -1)).flatten(3).mT for t in (q, k, v))  # (B, heads, tokens, head_dim)
         y = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out(y.mT.reshape(len(x), -1, *x.shape[2:]))
-        return out
+        return self.out(y.mT.reshape(len(x), -1, *x.shape[2:]))
 
 
 class ChannelNorm(nn.Module):

@@ -51,8 +51,7 @@ class CvT(Pyramid):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last tokens (B, h, w, C) of images (B, 3, H, W)."""
-        out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
-        return out
+        return self.norm(self.stages(x).permute(0, 2, 3, 1))
 
 
 class Block(nn.Module):
@@ -68,8 +67,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
-        out: Tensor = x + self.drop_path(self.mlp(self.norm2(x)))
-        return out
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class WindowAttention(nn.Module):
@@ -95,8 +93,7 @@ class WindowAttention(nn.Module):
         q, k, v = qkv.reshape(3, b * m * n, self.heads, s * s, -1)
         out = F.scaled_dot_product_attention(q, k, v, scale=c**-0.5)  # c is for all heads, as in the released code
         out = out.view(b, m, n, self.heads, s, s, -1).permute(0, 3, 6, 1, 4, 2, 5).reshape(x.shape)
-        out = self.proj(out[:, :, :h, :w])
-        return out
+        return self.proj(out[:, :, :h, :w])
 
 
 class QuickGELU(nn.Module):
@@ -116,5 +113,4 @@ def init(module: nn.Module) -> None:
 
 @register_model
 def cvt_tiny_esvit(pretrained: bool = False, **options: Any) -> CvT:
-    model: CvT = build_model_with_cfg(CvT, "cvt_tiny_esvit", pretrained, **options)
-    return model
+    return build_model_with_cfg(CvT, "cvt_tiny_esvit", pretrained, **options)

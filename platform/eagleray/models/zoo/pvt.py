@@ -57,8 +57,7 @@ class PVT(Pyramid):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last tokens (B, h, w, D) of images (B, 3, H, W)."""
-        out: Tensor = self.norm(self.stages(x).permute(0, 2, 3, 1))
-        return out
+        return self.norm(self.stages(x).permute(0, 2, 3, 1))
 
 
 class Stage(nn.Module):

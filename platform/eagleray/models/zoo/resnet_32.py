@@ -1,7 +1,6 @@
 """ResNet-18 for images of 32 pixels: a stem of one 3x3 convolution at full resolution, without pooling.
 
-It is the network of published benchmarks on CIFAR, with the blocks of He et al. 2015, arXiv:1512.03385, table 1.
-"""
+It is the network of published benchmarks on CIFAR, with the blocks of He et al. 2015, arXiv:1512.03385, table 1."""
 
 from typing import Any
 

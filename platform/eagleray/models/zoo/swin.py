@@ -55,8 +55,7 @@ class PadFirst(SwinTransformerBlock):
         """Return the block's output (B, h, w, C) for tokens x (B, h, w, C)."""
         x = x + self.drop_path1(self._attn(self.norm1(x)))
         tokens = self.norm2(x).flatten(0, 2)
-        out: Tensor = x + self.drop_path2(self.mlp(tokens).view_as(x))
-        return out
+        return x + self.drop_path2(self.mlp(tokens).view_as(x))
 
     def forward_sizes(self, x: Tensor, shapes: Sequence[Grid], keep: Sequence[Tensor | None]) -> Tensor:
         """Return the block's output (T, C) for the tokens x (T, C) of crops of several sizes.
@@ -113,8 +112,7 @@ class WindowAttention(timm.models.swin_transformer.WindowAttention):  # type: ig
             bias = (bias + mask.unsqueeze(1)).to(q.dtype).repeat(len(x) // len(mask), 1, 1, 1)
         drop = self.attn_drop.p if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, bias, drop, scale=self.scale)
-        projected: Tensor = self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
-        return projected
+        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
 class _Reorder(torch.autograd.Function):

@@ -59,8 +59,7 @@ class T2TViT(nn.Module):
         """Return the last tokens (B, 1 + N, D) of images (B, 3, H, W), the class token first."""
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], 1)
         position = sinusoids(x.shape[1], self.embed_dim, x.device).to(x.dtype)
-        out: Tensor = self.norm(self.blocks(x + position))
-        return out
+        return self.norm(self.blocks(x + position))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the class scores of tokens (B, 1 + N, D) or, with `pre_logits`, their class token (B, D)."""
@@ -93,8 +92,7 @@ class TokensToToken(nn.Module):
         x = x.mT.unflatten(2, (height // 4, width // 4))
         x = self.attention2(F.unfold(x, 3, stride=2, padding=1).mT)
         x = x.mT.unflatten(2, (height // 8, width // 8))
-        out: Tensor = self.project(F.unfold(x, 3, stride=2, padding=1).mT)
-        return out
+        return self.project(F.unfold(x, 3, stride=2, padding=1).mT)
 
 
 class Performer(nn.Module):
@@ -120,8 +118,7 @@ class Performer(nn.Module):
         """Return tokens (B, N, C) of tokens x (B, N, dim)."""
         k, q, v = self.kqv(self.norm1(x)).chunk(3, dim=-1)
         x = v + self.dropout(self.proj(linear_attention(q, k, v, self.w)))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 @in_float32  # exponentials, and sums of thousands of them, need float32

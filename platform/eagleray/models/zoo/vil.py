@@ -63,8 +63,7 @@ class ViL(Pyramid):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last tokens (B, h, w, C) of images (B, 3, H, W)."""
-        out: Tensor = self.norm(self.stages(x.permute(0, 2, 3, 1)))
-        return out
+        return self.norm(self.stages(x.permute(0, 2, 3, 1)))
 
 
 class Stage(nn.Module):
@@ -99,8 +98,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x), grid))
-        out: Tensor = x + self.drop_path(self.mlp(self.norm2(x)))
-        return out
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class Attention(nn.Module):
@@ -142,8 +140,7 @@ class FullAttention(Attention):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)  # (B, G + N, C)
-        out: Tensor = self.proj(self.attend(q, k, v, self.bias(grid[0] * grid[1])))
-        return out
+        return self.proj(self.attend(q, k, v, self.bias(grid[0] * grid[1])))
 
     def bias(self, patches: int) -> Tensor:
         """Return the bias (H, G + N, G + N) for a grid of `patches` patches."""
@@ -182,8 +179,7 @@ class WindowAttention(Attention):
         out = join(self.attend(cut(q[:, g:], grid, s), seen[0], seen[1], self.bias(grid, near)), grid, s)
         if g:
             out = torch.cat([self.attend(q[:, :g], k, v, self.bias_from_global(out.shape[1])), out], 1)
-        out = self.proj(out)
-        return out
+        return self.proj(out)
 
     def bias(self, grid: Grid, near: list[int]) -> Tensor:
         """Return the bias (m, n, H, s * s, G + 9 * s * s) of m x n windows: minus infinity outside the image.
@@ -254,5 +250,4 @@ def init(module: nn.Module) -> None:
 
 @register_model
 def vil_tiny(pretrained: bool = False, **options: Any) -> ViL:
-    model: ViL = build_model_with_cfg(ViL, "vil_tiny", pretrained, **options)
-    return model
+    return build_model_with_cfg(ViL, "vil_tiny", pretrained, **options)
