@@ -583,3 +583,9 @@ def test_numbers_join_the_run_in_mlflow(tmp_path: Path):
     assert [m.value for m in client.get_metric_history(number, "evaluation/knn/top1")] == [1.0, 2.0]
     assert client.get_run(number).info.status == "RUNNING"  # as it was
     assert [f.path for f in client.list_artifacts(number)] == ["results.json"]
+
+
+def test_the_line_of_davis_begins_with_the_mean_of_all_videos():
+    one = result(protocol="davis", numbers={"davis/J&F": 50.0, "davis/a/J&F": 40.0, "davis/b/J&F": 60.0})
+    line = results.table([one], list(results.rows([one], [], {"davis/J&F": 57.0})), "text")
+    assert line == "davis  J&F 50.00 (paper 57.00), a/J&F 40.00, b/J&F 60.00"

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from helpers import forked
 from helpers.commands import refused
-from helpers.layouts import write_parquet
+from helpers.layouts import fill, write_parquet
 from helpers.pictures import jpeg
 from typer.testing import CliRunner
 
 from eagleray.api.pretrain import pretrain
+from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.cli.early import check_data
 from eagleray.data.index import open_index
@@ -194,3 +195,16 @@ def test_data_are_indexed_by_the_columns_that_a_recipe_names(small: Path, tmp_pa
     check_data(read)
     index = open_index([dataclasses.replace(read.data.sources()[0], url=str(tmp_path / "set"))])
     assert sorted({*index.label.tolist()}) == [*range(6)]
+
+
+def test_images_that_an_epoch_reads_several_times_fill_a_batch(small: Path, tmp_path: Path):
+    fill(tmp_path / "few", [f"{i}.jpg" for i in range(10)])
+
+    def check(more: str) -> None:
+        data = f"data.train={{url: {tmp_path / 'few'}, {more}}}"
+        check_data(recipe.load(str(small), [data, "data.test=null", f"out={tmp_path / 'out'}", "optim.batch=32"]))
+
+    for more in ("repeat: 4", "weight: '4'"):
+        check(more)
+    with pytest.raises(UserError, match="30 images do not fill one batch"):
+        check("repeat: 3")

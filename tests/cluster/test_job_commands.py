@@ -21,6 +21,8 @@ from helpers import forked, ray_auth
 from helpers.fake_head import FakeHead
 from helpers.plugins import write_plugin
 
+from eagleray.api import job_commands
+from eagleray.base.errors import UserError
 from eagleray.cli import main
 from eagleray.cluster import job_package, job_start, jobs
 from eagleray.cluster.jobs import ENTRY
@@ -291,3 +293,11 @@ def test_the_chatter_of_ray_goes_to_a_file(tmp_path: Path):
     assert log.read_text() == "(raylet) a node has died\na child\n"
     assert done.stderr == "ours\nafter\nerror: ours too\n"
     assert done.stdout == "the log\n"
+
+
+def test_every_place_that_a_sweep_varies_is_checked(tmp_path: Path):
+    space = {"data.train": {"choice": [str(tmp_path), "b"]}}
+    sweep = {"recipe": "mocov3_vitxs8_cifar10_ep2", "space": space, "objective": {"key": "monitor/knn"}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(sweep))
+    with pytest.raises(UserError, match=r"data\.train=b: a relative path"):
+        job_commands.pack("tune", [str(tmp_path / "s.yaml"), f"out={tmp_path / 'out'}"], {}, (), None)

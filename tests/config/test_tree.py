@@ -77,3 +77,9 @@ def test_schedules():
     steps = Schedule(value=5.0, warmup_from=1.0, warmup=5, inclusive=True, per_epoch=True)
     assert [steps(at(s)) for s in (0, 9, 10, 49, 50, 99)] == [1.0, 1.0, 2.0, 5.0, 5.0, 5.0]
     assert Schedule(value=0.3)(at(77)) == 0.3
+
+
+def test_entries_of_lists_of_numbers_and_paths_are_replaced():
+    tree = {"views": [{"scale": [0.2, 1.0]}, {"size": 16}], "train": ["a.tar", "b.tar"]}
+    assert config.merge(tree, config.override("views.0.scale.1=0.8"))["views"] == [{"scale": [0.2, 0.8]}, {"size": 16}]
+    assert config.merge(tree, config.override("train.0=c.tar"))["train"] == ["c.tar", "b.tar"]

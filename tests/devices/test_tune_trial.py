@@ -12,6 +12,7 @@ from eagleray import config
 from eagleray.engine.world import World
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps import trial as trials
+from eagleray.sweeps.sweep import put
 from eagleray.sweeps.trial import Trial
 
 
@@ -38,7 +39,8 @@ def test_trials_run_on_the_device_and_leave_its_memory_free(
     }
     kept = []
     for name, rate in (("000", 1e-3), ("001", 1e-2)):
-        own = {"folder": str(tmp_path), "sweep": "sweep", "values": {"optim.lr.value": rate}, "threads": 1}
+        tree = put(shared["recipe"], {"optim.lr.value": rate})
+        own = {"folder": str(tmp_path), "sweep": "sweep", "recipe": tree, "threads": 1}
         trial = Trial(name, shared | own, Tracking("none"))
         result = trial.next()
         while not result.get("done"):

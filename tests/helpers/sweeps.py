@@ -17,6 +17,7 @@ from eagleray.runs import layout, recipe
 from eagleray.runs.bucket_files import histories
 from eagleray.runs.sources import resolve_paths
 from eagleray.storage import store
+from eagleray.sweeps.sweep import put
 from eagleray.sweeps.trial import Trial
 
 LONG = 900  # seconds: machines are shared
@@ -111,7 +112,7 @@ def trial_settings(shards: Path, folder: Path, trials: str, values: dict[str, An
     keys = [f"data.train={shards / 'train'}", "optim.epochs=1", "monitor.every=4", "checkpoint.steps=4"]
     r = resolve_paths(recipe.load(str(file), [*keys, "evaluate.probe_epochs=0", *more]))
     shared = {"plugins": {}, "objective": "health/backbone_rank", "after": 0.0, "threads": 1, "command": "c"}
-    return shared | {"folder": trials, "sweep": "sweep", "values": values, "recipe": config.to_plain(r)}
+    return shared | {"folder": trials, "sweep": "sweep", "recipe": put(config.to_plain(r), values)}
 
 
 def through(trial: Trial) -> list[dict[str, Any]]:

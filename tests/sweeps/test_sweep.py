@@ -15,6 +15,7 @@ import yaml
 from helpers.recipes import SMALL
 
 from eagleray import config
+from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
 from eagleray.config import bundled
 from eagleray.runs import recipe as recipes
@@ -484,3 +485,49 @@ def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_p
         branch, values = suggest(sweep, n, [])
         assert isinstance(recipe_of(sweep, branch, values, name), Recipe)
     assert json.dumps(config.to_plain(sweep))
+
+
+def test_an_empty_mapping_on_the_command_line_replaces_that_of_the_recipe(tmp_path: Path):
+    [branch] = load(write(tmp_path), ["backbone.options={}"]).alternatives.values()
+    assert isinstance(branch.recipe, dict)
+    assert not branch.recipe["backbone"].get("options")
+    assert "'sweep.trials': expected key=value" in wrong(tmp_path, "sweep.trials")
+
+
+def test_a_key_whose_parts_vary_cannot_be_a_number(tmp_path: Path):
+    line = wrong(tmp_path, "optim.lr=0.001")
+    assert "optim.lr=0.001: expected a mapping, as space.optim.lr.value varies" in line
+
+
+def test_paths_that_vary_mean_the_same_to_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from eagleray.sweeps import ray_tune
+    from eagleray.sweeps.trial import Trial
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    study = Study(load(write(tmp_path, space={"data.train": {"choice": ["a", "b"]}})), tmp_path / "out")
+    row = study.next()
+    assert row
+    settings = ray_tune.trial_settings(study, row, "c")
+    monkeypatch.chdir("/")
+    [source] = Trial(row["id"], settings, Tracking("none")).recipe.data.sources()
+    assert source.url == str(tmp_path / row["values"]["data.train"])
+
+
+def test_a_result_whose_row_was_not_stored_is_not_taken_for_known(study: Study, monkeypatch: pytest.MonkeyPatch):
+    row = study.next()
+    assert row
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        study.report(row["id"], 10, 10, 100.0, 3.5)
+    again = Study(study.sweep, study.folder)
+    assert (again.reports, again.rows[row["id"]]["metric"]) == ({}, None)
+
+
+def test_an_alternative_that_is_a_name_is_one_line(tmp_path: Path):
+    rate = "sweep.space.optim.lr.value.log=[1.0e-4, 1.0e-3]"
+    assert "alternatives.a" in wrong(tmp_path, rate, alternatives={"a": "small.yaml"})

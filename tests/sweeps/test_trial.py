@@ -20,6 +20,7 @@ from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain, rank_run
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps import ray_tune
+from eagleray.sweeps import trial as trials
 from eagleray.sweeps.ray_tune import LocalState
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.trial import ObjectiveHistory, Trial
@@ -164,3 +165,17 @@ def test_a_trial_that_tune_starts_again_has_each_result_once(tmp_path: Path):
         result = {"step": step, "steps": 10, "percent": 10.0 * step, "value": 1.0, "seconds": 1.0, "numbers": {}}
         journal.on_trial_result(0, [], "000", result)
     assert [r["step"] for r in read_lines(tmp_path / "reports.jsonl")] == [4, 8, 9]
+
+
+def test_an_outage_while_an_ended_trial_is_fetched_fails_it_not(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def away(**_: Any) -> None:
+        raise Outage("s3://bucket: no answer")
+
+    trial = Trial("000", trial_settings(shards, tmp_path, str(tmp_path / "trials"), {}), Tracking("none"))
+    monkeypatch.setattr(trials, "finished_summary", lambda *_: {"steps": 10})
+    monkeypatch.setattr(trial.store, "fetch", away)
+    [result] = through(trial)
+    assert result["away"] == "s3://bucket: no answer"
+    assert not (Path(trial.out) / layout.FAILED).exists()

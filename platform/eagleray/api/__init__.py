@@ -4,5 +4,4 @@ Names, settings and paths go in; runs, modules, batches and numbers come out, an
 Importing PyTorch takes seconds, so functions first check what they can without it, and then import it.
 
 May import: base, cluster, config, curation, data, datasets, engine, evaluation, exports, models, reports, runs,
-storage, sweeps, views.
-"""
+storage, sweeps, views."""

@@ -1,8 +1,7 @@
 """Begin a run: check its recipe and data, and write the files with which it starts.
 
 This imports PyTorch, which takes half a gigabyte of memory. On a cluster a child process does it and ends, because the
-command then waits for the run's workers, and shares the head node's memory with the commands of all other runs.
-"""
+command then waits for the run's workers, and shares the head node's memory with the commands of all other runs."""
 
 import json
 from collections.abc import Mapping, Sequence

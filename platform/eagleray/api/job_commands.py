@@ -83,8 +83,9 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
     check_objective(sweep)
     for alternative, branch in sweep.alternatives.items():
         where = f"alternatives.{alternative}" if alternative else name
-        recipe = recipe_of(sweep, alternative, corners(branch.space)[0], where)
-        job_package.check_data_places(recipe)
+        for values in corners(branch.space):
+            recipe = recipe_of(sweep, alternative, values, where)
+            job_package.check_data_places(recipe)
     # With --resume an interrupted sweep that is submitted again continues; a new sweep begins in any case.
     words = [SWEEP, *words_of({**options, "resume": True})]
     text = config.dump(sweep)

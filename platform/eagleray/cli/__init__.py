@@ -2,5 +2,4 @@
 
 Arguments go in; text, files and an exit status come out.
 
-May import: api, base, cluster, config, data, datasets, evaluation, methods, models, runs, storage.
-"""
+May import: api, base, cluster, config, data, datasets, evaluation, methods, models, runs, storage."""

@@ -93,12 +93,12 @@ def check_data(recipe: Recipe) -> None:
     a folder do not fill a batch."""
     train = listings(recipe.data.sources(), "data.train: {}")
     test = listings(recipe.data.test or (), "data.test: {}; name another, or none: data.test=null")
-    if all(listing and not listing.blobs for listing in train.values()):
-        images = sum(len(list(islice(images_below(store.local_path(url)), recipe.optim.batch))) for url in train)
-        if images < recipe.optim.batch:
+    out, batch = store.absolute(recipe.out.rstrip("/")), recipe.optim.batch
+    given = {store.absolute(source.url): source for source in (*(recipe.data.test or ()), *recipe.data.sources())}
+    if all(listing and not (listing.blobs or given[url].weight) for url, listing in train.items()):
+        images = sum(given[url].repeat * len(list(islice(images_below(store.local_path(url)), batch))) for url in train)
+        if images < batch:
             raise fit.too_small(recipe, images)
-    out = store.absolute(recipe.out.rstrip("/"))
-    given = {store.absolute(source.url): source for source in (*recipe.data.sources(), *(recipe.data.test or ()))}
     check_outside(out, given, "out=")
     for url, listing in (train | test).items():
         if listing and lacks_index(listing, out):

@@ -228,7 +228,7 @@ def stats(
         out.print(line, markup=False)
     with writing(f"--out {destination}"):
         if images:
-            contact_sheet.contact(images, destination / "contact.png")
+            contact_sheet.sheet(images).save(destination / "contact.png")
         contact_sheet.sizes(card.image_stats(found), destination / "sizes.png", source)
     out.print(f"{destination / 'contact.png'}, " * bool(images) + f"{destination / 'sizes.png'}", markup=False)
 

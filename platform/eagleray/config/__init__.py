@@ -2,8 +2,7 @@
 
 Files, names and `a.b=value` overrides go in; checked dataclasses come out.
 
-May import: base.
-"""
+May import: base."""
 
 from eagleray.config.tree import (
     STRICT,

@@ -1,8 +1,7 @@
 """Makes steps in the first part of training cheaper: views are smaller, or a ViT sees only some of their patches.
 
 FastDINOv2 (Zhang et al. 2025, arXiv:2507.03779) uses smaller views, PatchDropout (Liu et al. 2022, arXiv:2208.07220)
-fewer patches.
-"""
+fewer patches."""
 
 import itertools
 from collections.abc import Sequence

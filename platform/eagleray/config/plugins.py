@@ -1,8 +1,7 @@
 """Loads plug-ins, which are the user's own Python files and packages, and sends them to other processes.
 
 A plug-in is named by the path of a file, by a module's dotted name, or by an installed package's entry point of the
-group `eagleray.plugins`.
-"""
+group `eagleray.plugins`."""
 
 import contextlib
 import functools

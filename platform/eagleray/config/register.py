@@ -5,8 +5,7 @@
     @register.method("my_method")
     class MyMethod(Method): ...
 
-Eagleray has no decorator for backbones: recipes can use every name that timm's `register_model` has registered.
-"""
+Eagleray has no decorator for backbones: recipes can use every name that timm's `register_model` has registered."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """Reads the keyword-only parameters of a class from its source, so that heavy packages are not imported.
 
 Python evaluates the annotations and defaults with only those names of the module that they use. If one of these names
-comes from a heavy package, the module is imported instead.
-"""
+comes from a heavy package, the module is imported instead."""
 
 import ast
 import functools

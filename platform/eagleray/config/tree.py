@@ -168,7 +168,7 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             if beyond := [i for i in value if i not in names and str(i).isdecimal()]:
                 raise RecipeError(f"{key}.{beyond[0]}: no such entry; {key} has {len(names)}, counted from 0")
             if value.keys() <= {*names}:
-                out[key] = [merge(entry, value.get(i, {})) for i, entry in zip(names, entries, strict=True)]
+                out[key] = [*merge(dict(zip(names, entries, strict=True)), value).values()]
     return out
 
 
@@ -204,8 +204,7 @@ def part_of(package: str) -> Any:
 
     The field's `name` is a module of `package`. The field's other keys are arguments of the module's one public class:
     its keyword-only parameters, with their annotations and defaults. The parameters are read from the source, so the
-    class is imported only when it is used.
-    """
+    class is imported only when it is used."""
 
     section = section_of(package)
 
@@ -244,8 +243,7 @@ def _arguments(package: str, name: str) -> type[BaseModel]:
     """Return a pydantic model of the arguments of the class that `name` selects in a package or among plug-ins."""
     plugin = plugin_parts(package).get(name)
     fields: Any = signature.from_import(plugin) if plugin else signature.fields(f"{package}.{name}")
-    model: type[BaseModel] = create_model(name, __config__=STRICT, **fields)
-    return model
+    return create_model(name, __config__=STRICT, **fields)
 
 
 def section_of(package: str) -> str:

@@ -2,8 +2,7 @@
 
 PyYAML reads the values of YAML 1.1, where `010` is 8, `off` is false and `2026-11-29` is a date. A parsed number keeps
 its text, for keys whose value is text, as in `out=1.10` and `data.train=2024`. The size of what is parsed is bounded,
-because recipes come with checkpoints and runs of strangers.
-"""
+because recipes come with checkpoints and runs of strangers."""
 
 import re
 from collections.abc import Callable, Iterator

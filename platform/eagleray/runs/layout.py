@@ -47,4 +47,4 @@ SWEEP_TABLE = "trials.csv"
 SWEEP_BEST = "best.yaml"  # the recipe of the best trial
 SWEEP_COMPARISON = "alternatives.csv"  # a row for each alternative of the sweep, with its best trial
 SWEEP_PLOTS = ("alternatives.png", "keys.png", "parallel.png", "curves.png")
-SWEEP_FILES = (SWEEP, SWEEP_ROWS, SWEEP_REPORTS, SWEEP_TABLE, SWEEP_BEST, SWEEP_COMPARISON, *SWEEP_PLOTS)
+SWEEP_FILES = (SWEEP, SWEEP_REPORTS, SWEEP_ROWS, SWEEP_TABLE, SWEEP_BEST, SWEEP_COMPARISON, *SWEEP_PLOTS)

@@ -2,5 +2,4 @@
 
 A sweep file goes in; trials, a table, plots and the best recipe come out.
 
-May import: base, cluster, config, data, engine, methods, protocols, runs, storage.
-"""
+May import: base, cluster, config, data, engine, methods, protocols, runs, storage."""

@@ -2,8 +2,7 @@
 
 The rank is RankMe (Garrido et al. 2023, arXiv:2210.02885). Alignment and uniformity are by Wang and Isola 2020,
 arXiv:2005.10242. The monitor measures all three, see runs/monitor.py. Alignment is printed but has no weight: it also
-falls when features collapse, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md).
-"""
+falls when features collapse, and in the trials measured so far it was lowest where kNN was worst (docs/tune.md)."""
 
 import math
 import statistics

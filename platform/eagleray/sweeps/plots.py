@@ -97,8 +97,7 @@ def parallel(study: Study, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
     axes.set_xlim(-0.1, len(columns) - 0.55)
     axes.set_ylim(-0.06, 1.06)
     axes.set_yticks([])
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
     return save(figure, study.folder / "parallel.png")
 
 

@@ -145,7 +145,6 @@ def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[s
         "sweep": study.name,
         "recipe": config.to_plain(resolve_paths(recipe)),
         "plugins": plugins.pack(recipe.plugins),
-        "values": row["values"],
         "objective": study.sweep.objective.key,
         "after": reports[-1]["percent"] if reports else 0.0,
         "threads": study.sweep.cpus,
@@ -221,8 +220,8 @@ def journal(local: LocalState) -> Any:
             known = local.study.reports.get(name, [])
             # A trial that Tune has started again reports the results of its run once more.
             if "value" in result and not (known and result["percent"] <= known[-1]["percent"]):
-                local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
                 local.study.set(name, seconds=result["seconds"], numbers=result["numbers"])
+                local.study.report(name, result["step"], result["steps"], result["percent"], result["value"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
             name = str(trial)

@@ -1,7 +1,6 @@
 """The schedulers of Ray Tune that stop the trials of a sweep early.
 
-Their unit of time is one per cent of a trial's steps, whose number depends on the trial's batch size.
-"""
+Their unit of time is one per cent of a trial's steps, whose number depends on the trial's batch size."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any

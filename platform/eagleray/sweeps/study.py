@@ -108,9 +108,10 @@ class Study:
         """Store a result of a trial: `value` is the objective, `percent` the percentage of its steps that are done."""
         record = {"id": name, "step": step, "percent": percent, "value": value, "time": round(time.time(), 1)}
         with self.lock:
+            self.rows[name] |= {"step": step, "steps": steps, "metric": value}
+            self._write()  # first, as a trial that continues repeats a result only if the reports lack it
             files.append_lines(self.folder / SWEEP_REPORTS, [record])
             self.reports.setdefault(name, []).append(record)
-            self.rows[name] |= {"step": step, "steps": steps, "metric": value}
 
     def _write(self) -> None:
         files.write_atomic(self.folder / SWEEP_ROWS, "".join(json.dumps(r) + "\n" for r in self.rows.values()))

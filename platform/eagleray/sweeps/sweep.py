@@ -145,14 +145,14 @@ def load(name: str, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) 
     a name. An override sets `out`, a key of the sweep (`sweep.KEY`), or a key of the recipe in all trials. `plugins`
     are added to those of every recipe. Raises UserError when the sweep or one of its recipes is wrong."""
     path = bundled.find_sweep(name)
-    pinned: dict[str, Any] = {}
+    pinned: list[dict[str, Any]] = []
     tree = config.read(path)
     for item in overrides:
-        key, _, text = item.partition("=")
-        if key == "out" or key.startswith("sweep."):
+        key, equals, text = item.partition("=")
+        if equals and (key == "out" or key.startswith("sweep.")):
             tree = _change(tree, key.removeprefix("sweep."), text)
         else:
-            pinned |= config.flatten(config.override(item))
+            pinned.append(config.override(item))
     own = config.check(Sweep, tree, path.name)
     branches = own.alternatives or {"": Branch()}
     whole = {n: _join(own, b, pinned, path, f"alternatives.{n}: " * bool(n), plugins) for n, b in branches.items()}
@@ -173,7 +173,8 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     if varied.endswith(tuple(f".{kind}" for kind in KINDS)):  # an example is optim.lr.value.log=[1.0e-4, 1.0e-2]
         varied, _, kind = varied.rpartition(".")
         values = {kind: values}
-    alternatives = {n: branch or {} for n, branch in listed.items()} if isinstance(listed, dict) else {}
+    known = listed.items() if isinstance(listed, dict) else ()
+    alternatives = {n: branch if isinstance(branch, dict) else {} for n, branch in known}
     if name and name not in alternatives:
         raise UserError(f"sweep.alternatives.{name}: no such alternative{config.nearest(name, [*alternatives])}")
     names = [name] if name else [n for n, branch in alternatives.items() if varied in (branch.get("space") or ())]
@@ -187,7 +188,7 @@ def _change(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 
 
 def _join(
-    sweep: Sweep, own: Branch, pinned: Mapping[str, Any], path: Path, where: str, plugins: Sequence[str]
+    sweep: Sweep, own: Branch, pinned: Sequence[Mapping[str, Any]], path: Path, where: str, plugins: Sequence[str]
 ) -> Branch:
     """Return an alternative with its resolved recipe and all its keys that vary. Values of the recipe are replaced by
     the fixed ones of the sweep, then of the alternative `own`, then by those of the overrides `pinned`."""
@@ -204,12 +205,12 @@ def _join(
     else:
         _, tree = bundled.read_recipe(name, beside=beside)
         beside = (beside / name).parent if name.endswith((".yaml", ".yml")) else beside
-    for fixed in (sweep.fixed, own.fixed, pinned):
+    for fixed in (sweep.fixed, own.fixed, *pinned):
         tree = put(tree, fixed)
     listed = [*(tree.get("plugins") or ()), *plugins]
     if listed:  # resolved here, as trials find plug-ins by their digests
         tree["plugins"] = loading.resolve(listed, folder=beside)
-    space = {k: v for k, v in (sweep.space | own.space).items() if k not in pinned}
+    space = {k: v for k, v in (sweep.space | own.space).items() if all(k not in config.flatten(p) for p in pinned)}
     return Branch(recipe=plain_tree(Recipe, tree), space=space)  # sweep.yaml has plain values
 
 
@@ -245,9 +246,13 @@ def check(sweep: Sweep, source: str) -> None:
         where = f"{source}: " + f"alternatives.{name}: " * bool(name)
         if not branch.space:
             raise UserError(f"{where}space: empty; expected keys to vary, with their values")
+        assert isinstance(branch.recipe, dict)
+        leaves = config.flatten(branch.recipe)
         for key, v in branch.space.items():
             if key in ("out", "workers"):
                 raise UserError(f"{where}space.{key}: cannot vary between trials; set it for all with {key}=VALUE")
+            if isinstance(value := leaves.get(above := key.rpartition(".")[0]), str | int | float):
+                raise UserError(f"{where}{above}={value}: expected a mapping, as space.{key} varies a key of it")
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
         for values in corners(branch.space):
@@ -299,10 +304,11 @@ def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[
     for row in rows:
         if row["metric"] is None or row["state"] not in ("finished", "stopped"):
             continue
+        space = sweep.alternatives[row["alternative"]].space
         at: dict[str, Any] = {"alternative": optuna.distributions.CategoricalDistribution(names)}
-        at |= {f"{row['alternative']}/{k}": _distribution(v) for k, v in _space(sweep, row).items()}
+        at |= {f"{row['alternative']}/{k}": _distribution(v) for k, v in space.items()}
         params = {"alternative": row["alternative"]}
-        params |= {f"{row['alternative']}/{k}": row["values"][k] for k in _space(sweep, row)}
+        params |= {f"{row['alternative']}/{k}": row["values"][k] for k in space}
         early = row["state"] == "stopped"
         study.add_trial(
             optuna.trial.create_trial(
@@ -320,11 +326,6 @@ def _ask(sweep: Sweep, number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[
         x = trial._suggest(f"{name}/{key}", _distribution(v))
         values[key] = tidy(x, *v.options) if v.kind in ("uniform", "log") else x
     return name, values
-
-
-def _space(sweep: Sweep, row: Mapping[str, Any]) -> Space:
-    """Return the keys that vary in the alternative of a trial, with their values."""
-    return sweep.alternatives[row["alternative"]].space
 
 
 def _distribution(v: Values) -> Any:

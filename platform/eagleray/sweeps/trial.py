@@ -26,7 +26,6 @@ from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
 from eagleray.runs.tracking import Tracking
 from eagleray.sweeps.label_free import MEASURED, REFERENCES, objective
-from eagleray.sweeps.sweep import put
 from eagleray.sweeps.trial_files import finished_summary, free_resources, placements
 from eagleray.sweeps.trial_world import TrialWorld
 
@@ -48,7 +47,7 @@ class Trial:
         self.leaves: Preempted | Superseded | None = None  # the error to raise if another process continues the run
         try:
             plugins.install(settings["plugins"])
-            tree = put(settings["recipe"], settings["values"]) | {"out": self.out}
+            tree = settings["recipe"] | {"out": self.out}
             self.recipe = config.check(Recipe, tree, f"trial {name}")
         except UserError as e:  # a plug-in may need a package that this machine lacks
             self.failure = line(e)
@@ -79,15 +78,15 @@ class Trial:
         """Pretrain, and keep the summary or the error's text, as the error itself would keep the network in memory."""
         try:
             self.steps = make_plan(self.recipe).steps
-            self.summary = finished_summary(self.out, self.steps) or self._pretrain() or {}
+            if summary := finished_summary(self.out, self.steps):  # it may have ended on another machine
+                self.store.fetch(work=self.folder == self.store.work)
+            self.summary = summary or self._pretrain() or {}
         except (Preempted, Superseded) as e:
             self.leaves = e
         except Outage as e:
             self.away = line(e)
         except Exception as e:
             self.failure = line(e)
-        if self.summary and not (self.folder / layout.METRICS).exists():  # the run ended on another machine
-            self.store.fetch(work=self.folder == self.store.work)
 
     def _pretrain(self) -> dict[str, Any] | None:
         """Pretrain in this process or, with several workers, by Ray Train. Returns the summary; None if stopped."""
