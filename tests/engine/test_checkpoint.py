@@ -300,3 +300,17 @@ def test_checkpoints_without_an_epoch_are_continued(place: Place):
     assert_full_of(place.newest(), 9)
     checkpoint.save(place.url, 8, full_of(8), keep=2, scratch=place.scratch)  # as a trial takes over another's
     assert checkpoint.manifests(place.url) == ["step-000000008-e000003", "step-000000007"]
+
+
+def test_a_copy_that_another_process_deletes_is_fetched_again(remote: Place, monkeypatch: pytest.MonkeyPatch):
+    keep_one(remote.writer(), 1)
+    honest, deleted = checkpoint.read, list[Path]()
+
+    def read(path: Path, **how: Any) -> dict[str, Any]:
+        if not deleted:
+            path.unlink()
+            deleted.append(path)
+        return honest(path, **how)
+
+    monkeypatch.setattr(checkpoint, "read", read)
+    assert_full_of(remote.newest(), 1)

@@ -1,6 +1,7 @@
 """An evaluation that fails costs its numbers, and never the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,15 @@ from helpers.runs import arguments, assert_same, split, weights
 from eagleray.api.pretrain import pretrain
 from eagleray.base import dist
 from eagleray.base.files import read_lines
+from eagleray.config.plugins import Plugin
 from eagleray.engine import checkpoint
 from eagleray.protocols import probes
 from eagleray.protocols.outcome import Outcome
 from eagleray.reports.read import read
 from eagleray.reports.sections import findings
 from eagleray.runs import evaluations, layout
+from eagleray.runs import recipe as recipes
+from eagleray.runs.build import build_method
 
 pytestmark = pytest.mark.usefixtures("untracked_runs")
 SIZE = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -149,3 +153,15 @@ def test_a_rank_that_cannot_look_for_the_untrained_scores_leaves_no_other_waitin
         "[Errno 5] Input/output error",
         "rank 0: OSError: [Errno 5] Input/output error",
     ]
+
+
+def test_untrained_scores_belong_to_the_code_of_their_plugins(small: Path):
+    made = recipes.load(str(small))
+    backbone, images = build_method(made).export(), SimpleNamespace(digests=[])
+
+    def key(*used: Plugin) -> str:
+        plan = SimpleNamespace(recipe=replace(made, plugins=used))
+        run: Any = SimpleNamespace(plan=plan, world=SimpleNamespace(device=torch.device("cpu")))
+        return evaluations.baseline_digest(run, backbone, images)  # type: ignore[arg-type]
+
+    assert len({key(), key(Plugin("net.py", "a" * 64)), key(Plugin("net.py", "b" * 64))}) == 3

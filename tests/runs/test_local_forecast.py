@@ -143,3 +143,10 @@ def test_images_that_do_not_decode_are_not_timed(small: Path, monkeypatch: pytes
     bands = replace(made, data=replace(made.data, channels=(Channel(mean=0.0, std=1.0),) * 6))
     local_forecast.loader_rate(bands, [good], gpu=False)
     assert decoded == [good, *[local_forecast.photograph()] * 3]
+
+
+def test_a_run_of_other_length_or_with_another_bank_is_forecast_again(plan: Plan):
+    made = plan.recipe
+    changed = replace(made, max_steps=3), replace(made, monitor=replace(made.monitor, bank=10**6))
+    keys = [local_forecast._key(one, gpu(80)) for one in (made, *changed)]
+    assert keys[0] not in keys[1:]

@@ -128,3 +128,5 @@ def test_a_run_names_the_newest_checkpoint_of_the_run_that_it_starts_from(tmp_pa
     found = materials.weights_of("start.from", str(tmp_path))
     assert found.digest == "b" * 64
     assert found.made_from == (IMAGES,)
+    (tmp_path / "summary.json").write_text(json.dumps({"exported_step": 1}))  # it ended with its best checkpoint
+    assert materials.weights_of("start.from", str(tmp_path)).digest == "a" * 64

@@ -225,3 +225,11 @@ def test_what_overflows_stays_out_of_the_bank(recipe: Recipe):
     for step in Trainer(method, optimizer, lr=lambda _: 1e-3, weight_decay=lambda _: 0.0).steps(spoilt()):
         monitor.watch(step)
     assert torch.isfinite(monitor.bank.features).all()
+
+
+def test_labels_may_be_any_integers(recipe: Recipe):
+    labels = torch.randint(10, (2 * ROWS,), generator=torch.Generator().manual_seed(1))
+    monitor = filled(recipe, 2 * ROWS, labels, torch.arange(2 * ROWS))
+    want = monitor.knn()
+    monitor.bank.labels.mul_(10**17)
+    assert torch.equal(monitor.knn(), want)

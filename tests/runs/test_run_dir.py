@@ -66,3 +66,10 @@ def test_a_run_that_ends_before_its_first_checkpoint_does_not_miss_it(small: Pat
     said = [line for line in (out / layout.LOG).read_text().splitlines() if " ERROR " in line or " WARNING " in line]
     assert "the run failed: RuntimeError: no memory" in said[0]
     assert not [line for line in said if layout.PLACES in line]
+
+
+def test_deaths_in_an_evaluation_count_for_its_step_alone(small: Path, tmp_path: Path):
+    made = recipe.load(str(small), [f"out={tmp_path / 'run'}"])
+    with RunDir(made, 0, Tracking("none"), command="c") as run:
+        for steps, starts in (10, 1), (10, 2), (20, 1), (20, 2):
+            assert run.begin_evaluation({"steps": steps}) == starts

@@ -348,3 +348,23 @@ def test_a_run_from_before_the_guard_goes_on_without(source: Path, shards: Path,
     assert guard.state_dict() == {}
     with pytest.raises(UserError, match="unknown key"):
         recipes.load(name, [*overrides, "start.stop_bellow=0.9"])
+
+
+def test_a_start_is_compared_with_what_is_measured_in_the_same_way(source: Path, shards: Path, tmp_path: Path):
+    for steps, more in (1, ()), (2, ("evaluate.k=3",)):
+        run = api.pretrain(*given(source, shards, tmp_path / "out", f"max_steps={steps}", *more))
+        assert ("knn/top1_start" in run.summary) == (not more)
+
+
+def test_a_checkpoint_that_was_not_saved_is_not_the_best(source: Path, shards: Path, tmp_path: Path):
+    name, overrides = given(source, shards, tmp_path / "out", "start.keep_best=true")
+    guard = StartGuard(open_plan(resolve_paths(recipes.load(name, overrides))))
+    for step, score, kept, best in (
+        (0, 50.0, True, 0),
+        (4, 60.0, True, 4),
+        (8, 55.0, False, 8),
+        (12, 52.0, False, 12),
+        (16, 40.0, False, 0),
+    ):
+        guard.seen = step, {guard.key: score}
+        assert guard.saved(kept=kept) == best == guard.returns

@@ -2,5 +2,4 @@
 
 A method, batches and an optimiser go in; steps, checkpoint files and exported weights come out.
 
-May import: base, config, data, methods, models, storage, views.
-"""
+May import: base, config, data, methods, models, storage, views."""

@@ -3,8 +3,7 @@
 A checkpoint counts once it has been read back from its folder or store with the right checksum. A run continues from
 the newest intact one. In a store, where two processes may write to one run, a checkpoint's name ends with the epoch of
 its writer: `step-000000110-e000002`. This is no epoch of training; each start of the run gets a higher one. A later
-epoch is newer, whatever the step.
-"""
+epoch is newer, whatever the step."""
 
 import contextlib
 import json
@@ -45,6 +44,7 @@ from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
+TRIES = 5  # to read a file that other processes delete
 NEWEST = 3  # `listing` reads the manifests of this many newest checkpoints
 
 
@@ -261,9 +261,11 @@ def newest(
     for name in names_in(listed.blobs):
         if step is not None and step_of(name) != step:
             continue
-        path = _local_file(name, url, listed, _scratch(url, scratch), patience)
-        if path:
-            return read(path, whole=whole)
+        for _ in range(TRIES):
+            if not (path := _local_file(name, url, listed, _scratch(url, scratch), patience)):
+                break
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                return read(path, whole=whole)
         log.warning("checkpoint %s/%s.pt is damaged and was skipped", url, name)
     return None
 
@@ -290,8 +292,7 @@ def read(path: Path, *, whole: bool = True) -> dict[str, Any]:
 def manifests(url: str | Path) -> list[str]:
     """Return the names of the checkpoints with a manifest, newest first.
 
-    Raises UserError and Outage when the store cannot be read.
-    """
+    Raises UserError and Outage when the store cannot be read."""
     return names_in(blobs_of(url))
 
 

@@ -1,8 +1,7 @@
 """The names of the files of checkpoints, and functions that check, copy and hash these files.
 
 In `step-000000110-e000002`, 2 is the epoch, the number of the run's writer. A run in a local folder, which it locks,
-has only one writer, and names without epoch.
-"""
+has only one writer, and names without epoch."""
 
 import contextlib
 import hashlib

@@ -19,8 +19,7 @@ def compiles(choice: Literal["auto"] | bool, device: torch.device) -> bool:
     """Return whether the backbones of a run on this device are compiled.
 
     `auto` compiles on an accelerator that has a compiler, never on a CPU. Raises UserError for `compile=true` without a
-    compiler.
-    """
+    compiler."""
     lacks = missing_compiler(device)
     if choice is True and lacks:
         raise UserError(f"compile=true: torch.compile needs {lacks} on this machine; expected compile=auto or false")

@@ -1,7 +1,6 @@
 """Exports a backbone to a safetensors file, and renames it once a new process has computed the same outputs.
 
-timm loads the export if it can build the network, otherwise eagleray does.
-"""
+timm loads the export if it can build the network, otherwise eagleray does."""
 
 import copy
 import json

@@ -1,8 +1,7 @@
 """Creates optimisers by name, with the parameter groups of the papers.
 
 If an optimiser's attribute `found_inf` is 1, as GradScaler sets it for gradients that are not finite, a step changes
-nothing. The host never waits for the device.
-"""
+nothing. The host never waits for the device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -35,8 +34,7 @@ def make(
     is LARS as in MoCo v3, `larc` as in SwAV, and `lamb` as in its paper.
 
     Raises UserError for a name in `constant` that is not a submodule of the method, for `layer_decay` when timm does
-    not define the layers, and for `undecayed_lr_scale` when every parameter is decayed.
-    """
+    not define the layers, and for `undecayed_lr_scale` when every parameter is decayed."""
     groups = param_groups(
         method,
         decay=decay,
@@ -135,8 +133,7 @@ def layer_lr_scales(method: nn.Module, layer_decay: float) -> dict[str, float]:
 
     The factor is layer_decay to the power of the number of layers above the parameter's own, with the heads as the last
     layer. timm defines the layers: the stem, then blocks (BEiT: Bao et al. 2022, arXiv:2106.08254). Raises UserError
-    when timm does not define them.
-    """
+    when timm does not define them."""
     out: dict[str, float] = {}
     for prefix, part in method.named_modules():
         if isinstance(part, Backbone):

@@ -27,8 +27,7 @@ def compute_dtype(choice: Format, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products on a device.
 
     `auto` is bfloat16 on an accelerator that has it, float16 on one that has not (V100, T4), and float32 on a CPU.
-    Raises UserError for a format that the device does not compute in.
-    """
+    Raises UserError for a format that the device does not compute in."""
     if choice == "auto":
         choice = "fp32" if device.type == "cpu" else "bf16" if has_bfloat16(device) else "fp16"
     elif choice == "fp16" and device.type == "cpu":

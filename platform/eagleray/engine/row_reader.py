@@ -1,8 +1,7 @@
 """Read the rows of a sharded checkpoint, which may be malicious, without running any code that it names.
 
 `torch.distributed.checkpoint` describes the rows in a pickle, the file `.metadata`. Here every object in it becomes a
-record without behaviour, whatever its class, and only checked values are copied from these records.
-"""
+record without behaviour, whatever its class, and only checked values are copied from these records."""
 
 import io
 import math

@@ -26,8 +26,7 @@ class HostCopy:
         """Return the state with every tensor copied to the host, valid until the next call.
 
         Tensors that share memory do not share it in the copy. A buffer that fits is overwritten, as new memory costs
-        more time than the copy itself.
-        """
+        more time than the copy itself."""
         before, self._buffers, self._devices = self._buffers, {}, set()
         out = self._copy(state, (), before)
         for device in self._devices:

@@ -1,8 +1,7 @@
 """Fully sharded training: each rank stores some rows of every weight, gradient and moment.
 
 PyTorch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) gathers the weights of a block before it is computed
-and divides its gradients among the ranks. This module makes optimisers and momentum copies work on this rank's rows.
-"""
+and divides its gradients among the ranks. This module makes optimisers and momentum copies work on this rank's rows."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -51,8 +50,7 @@ def shard(method: Method) -> None:
 def divide_groups(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     """Replace the sharded parameters of an optimiser's groups by plain ones: this rank's rows in the same memory.
 
-    Returns the sharded parameters in order, or nothing if parameters are not sharded.
-    """
+    Returns the sharded parameters in order, or nothing if parameters are not sharded."""
     whole = [p for group in groups for p in group["params"]]
     if not (whole and sharded(whole[0])):
         return []

@@ -1,8 +1,7 @@
 """The sharded part of a checkpoint, which torch.distributed.checkpoint writes and reads.
 
 The file `step-N.pt` has the shapes of sharded tensors without values; the folder `step-N.shards` has the rows of every
-rank. The manifest names all files, and is written last.
-"""
+rank. The manifest names all files, and is written last."""
 
 import contextlib
 import shutil
@@ -74,8 +73,7 @@ class ShardWriter:
         """Copy the rows and start to write them. Called by all ranks together.
 
         Returns a function that waits for all ranks and returns the files for the manifest. Each rank has to call it
-        once, in the background. It raises OSError, UserError or Outage when a rank could not write.
-        """
+        once, in the background. It raises OSError, UserError or Outage when a rank could not write."""
         from torch.distributed import checkpoint as dcp
 
         self.wait()

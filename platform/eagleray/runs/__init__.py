@@ -2,5 +2,4 @@
 
 A recipe goes in; a run folder with checkpoints, metrics and an export comes out.
 
-May import: base, config, data, datasets, engine, losses, methods, models, protocols, storage, views.
-"""
+May import: base, config, data, datasets, engine, losses, methods, models, protocols, storage, views."""

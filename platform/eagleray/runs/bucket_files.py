@@ -112,8 +112,7 @@ class Upload:
     When the file has grown, its last part is sent again. A new start of the run first sends the first part that differs
     from the store or, if all complete parts are equal, the last, incomplete one. So it replaces what an earlier process
     may send late. A process that dies between two requests leaves the beginning of the file in the store, without gaps
-    or repeated lines.
-    """
+    or repeated lines."""
 
     def __init__(self, out: str, path: Path, epoch: int, whole: int = 0) -> None:
         """The store has the first `whole` bytes of the file. After the first call of `send` the file may only grow."""

@@ -86,8 +86,7 @@ def check_method(recipe: Recipe) -> Method:
     """Build the method on the meta device, without memory for weights, check that the recipe fits it, and return it.
 
     Raises UserError when it cannot be built, when its backbone cannot take images of a size that the recipe asks for,
-    and when keys exclude each other.
-    """
+    and when keys exclude each other."""
     check_lora(recipe)
     with torch.device("meta"):
         method = build_method(recipe)

@@ -55,8 +55,7 @@ class Embedder:
         images = (images.float().div_(255) - mean) / std
         with torch.inference_mode():
             out = self.model(images.to(self.device))
-        features: NDArray[np.float32] = getattr(out, "pooled", out).float().cpu().numpy()
-        return features
+        return getattr(out, "pooled", out).float().cpu().numpy()
 
     def _crop(self, row: int, data: bytes) -> torch.Tensor:
         """Return the centre crop (C, size, size), uint8, of an image file. Raises ValueError if it is no image."""

@@ -218,7 +218,10 @@ def final(run: RankRun, backbone: Backbone, step: int, starts: int) -> Scores:
     scores = attempt(run, step, measure)
     if scores and not isinstance(run.method, Classifier):
         untrained = attempt(run, step, partial(untrained_scores, run, images))
-        for suffix, others in (UNTRAINED, untrained), (AT_START, run.guard.scores):
+        same = run.guard.judged == run.guard.now
+        if run.guard.scores and not same and run.world.rank == 0:
+            log.info("not compared with the start, which was evaluated with other settings or images")
+        for suffix, others in (UNTRAINED, untrained), (AT_START, run.guard.scores if same else {}):
             scores |= {name + suffix: others[name] for name in COMPARED if name in others}
         found = list(judge(scores, images.count, step))
         run.folder.note_findings(found)
@@ -333,7 +336,7 @@ def baseline_digest(run: RankRun, backbone: Backbone, images: HeldOut) -> str:
     """Return the digest of all that the scores of an untrained backbone depend on, such as its weights and images."""
     e = {name: value for name, value in asdict(run.plan.recipe.evaluate).items() if name not in ("every", "limit")}
     recipe = run.plan.recipe
-    weights = weights_digest(backbone, recipe.backbone, *recipe.data.channels)
+    weights = weights_digest(backbone, recipe.backbone, *recipe.data.channels, *recipe.plugins)
     return digest(BASELINE_FORMAT, weights, images.digests, e, run.plan.recipe.precision, run.world.device.type)
 
 

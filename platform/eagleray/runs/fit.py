@@ -151,8 +151,7 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
     """Yield the keys that make crops smaller for images below 224 pixels.
 
     Only ViTs and ResNets get smaller crops. The windows of other backbones need 224 pixels, so their images are
-    enlarged instead.
-    """
+    enlarged instead."""
     name = keys["backbone.name"]
     patch = int(found[1]) if (found := re.search(r"^vit_\w+_patch(\d+)", name)) else 8
     if size >= 224 or not (found or name.startswith("resnet")):

@@ -178,7 +178,7 @@ def _small(plan: Plan, target: Devices) -> bool:
 def _key(recipe: Recipe, target: Devices) -> dict[str, Any]:
     """Return the values on which a forecast depends, by name."""
     o = recipe.optim
-    said = json.loads(json.dumps(identity(recipe), default=str))
+    said = json.loads(json.dumps([identity(recipe), recipe.max_steps, recipe.monitor.bank], default=str))
     return {"recipe": said, "device": target.name, "ranks": target.ranks, "precision": recipe.precision,
             "micro_batch": o.micro_batch, "checkpointing": o.checkpointing, "parallel": recipe.parallel}  # fmt: skip
 

@@ -16,7 +16,7 @@ from eagleray.base.files import write_atomic
 from eagleray.datasets import card as dataset_card
 from eagleray.datasets.sources.source import OWN
 from eagleray.engine.checkpoint import blobs_of
-from eagleray.engine.checkpoint_files import names_in, parse_manifest, sha256
+from eagleray.engine.checkpoint_files import names_in, parse_manifest, sha256, step_of
 from eagleray.engine.export_files import export_in
 from eagleray.models import hub
 from eagleray.models.network import HF, TIMM, Network
@@ -30,6 +30,7 @@ from eagleray.runs.plan import DIGESTS, Plan
 from eagleray.runs.provenance import IMAGES, Material, Provenance, Record, parse_record, published
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.run_store import run_store
+from eagleray.runs.summary import EXPORTED, parse_summary
 from eagleray.storage import store
 
 
@@ -101,9 +102,10 @@ def of_file(key: str, name: str, path: Path) -> Material:
 
 
 def newest_digest(out: str) -> str:
-    """Return the SHA-256 that the manifest of a run's newest checkpoint states, or an empty text."""
+    """Return the SHA-256 of a run's newest checkpoint, or of its best one if it ended with that; else an empty text."""
     url = f"{out.rstrip('/')}/{layout.CHECKPOINTS}"
-    names = names_in(blobs_of(url))
+    best = parse_summary(run_store(out).get(layout.SUMMARY), f"{out}/{layout.SUMMARY}").get(EXPORTED)
+    names = sorted(names_in(blobs_of(url)), key=lambda name: step_of(name) != best)
     manifest = parse_manifest(store.find(f"{url}/{names[0]}.json") or b"") if names else None
     return str((manifest or {}).get("sha256", ""))
 

@@ -31,8 +31,7 @@ class Monitor:
     """Collects the features and gradient norms of every step through hooks, and measures them every `every` steps.
 
     L is the number of layers, P of parameters, D of channels. Between two measurements the host never waits for the
-    device.
-    """
+    device."""
 
     def __init__(
         self,
@@ -146,19 +145,15 @@ class Monitor:
         # Where the bank reaches back into the last epoch, a crop of the same image is not counted as a neighbour.
         silent = (new.images.unsqueeze(1) == old.images) | (old.labels < 0)
         cosine = (new.features @ old.features.T).masked_fill(silent, -1.0)
-        labels, classes = (
-            old.labels.clamp(min=0),
-            int(torch.maximum(old.labels.max(), new.labels.max()).clamp(min=0)) + 1,
-        )
-        votes = vote(cosine, labels, classes=classes, k=self.settings.k, temperature=self.settings.temperature)
-        return 100 * (votes.argmax(1) == new.labels).sum() / (new.labels >= 0).sum().clamp(min=1)
+        classes, labels = old.labels.clamp(min=0).unique(return_inverse=True)  # labels may be any integers
+        votes = vote(cosine, labels, classes=len(classes), k=self.settings.k, temperature=self.settings.temperature)
+        return 100 * (classes[votes.argmax(1)] == new.labels).sum() / (new.labels >= 0).sum().clamp(min=1)
 
     def flush(self) -> tuple[dict[str, float], list[list[float]]]:
         """Return the numbers since the last flush, and the gradient norms of every step since then (steps, L).
 
         The numbers are the largest gradient norm of each layer and, if there are any, the newest health numbers. The
-        host waits for the device here.
-        """
+        host waits for the device here."""
         if not self._norms:
             return {}, []
         squares = torch.stack(self._norms).float().square()  # (steps, P)

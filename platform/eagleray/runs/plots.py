@@ -1,7 +1,6 @@
 """Draw a run's stability in one picture: loss, kNN accuracy, gradient norms and spread of features over the steps.
 
-The picture follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057.
-"""
+The picture follows figures 1 and 4 of Chen, Xie and He 2021, arXiv:2104.02057."""
 
 import itertools
 import re

@@ -179,7 +179,7 @@ def save_checkpoint(run: RankRun, step: int) -> None:
     these are sharded."""
     if run.guard.watches:
         run.compare_with_start(step)
-        run.folder.keep(run.guard.saved())
+        run.folder.keep(run.guard.saved(kept=all(dist.gather_objects(run.folder.settle() is None))))
     if dist.rank() == 0 or run.sharded:
         state = {
             "step": step,

@@ -44,8 +44,7 @@ class RunDir:
     """The folder of a run, as one rank uses it.
 
     Rank 0 claims the run and writes; the other ranks only read the folder and log warnings. For a run in a bucket this
-    is a working folder on this machine, which rank 0 uploads.
-    """
+    is a working folder on this machine, which rank 0 uploads."""
 
     def __init__(
         self,
@@ -331,8 +330,9 @@ class RunDir:
         time included: it is given up if the process keeps dying in it. Other ranks return 0."""
         if self.rank != 0:
             return 0
-        path = self.path / layout.SUMMARY
-        starts = int(read_summary(self.path).get(layout.EVALUATION_STARTS, 0)) + 1
+        known, path = read_summary(self.path), self.path / layout.SUMMARY
+        again = known.get("steps") == summary["steps"]
+        starts = (int(known.get(layout.EVALUATION_STARTS, 0)) if again else 0) + 1
         files.write_atomic(path, json.dumps({**summary, layout.EVALUATION_STARTS: starts}, indent=1))
         return starts
 

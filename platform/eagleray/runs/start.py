@@ -1,8 +1,7 @@
 """Build the method of a run with the weights that it begins with: random ones, public ones, or those of another run.
 
 A method's tensors are compared by common names, in which the trained encoder is `student` and its momentum copy
-`teacher`: MoCo v3's `base_encoder.head` and BYOL's `online.head` are both `student.head`.
-"""
+`teacher`: MoCo v3's `base_encoder.head` and BYOL's `online.head` are both `student.head`."""
 
 import logging
 from collections.abc import Iterator, Mapping

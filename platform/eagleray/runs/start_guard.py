@@ -5,6 +5,7 @@ features are most often lost. An anchor (Gram anchoring) keeps patches as simila
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -44,11 +45,12 @@ class StartGuard:
     """Compares the features of a run's backbone with those at its start. In a recipe without `start` it does nothing.
 
     Its state is part of the checkpoints: the features at the start, the scores of that backbone, and the step of the
-    best checkpoint so far.
-    """
+    best checkpoint so far."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.settings = plan, plan.recipe.start
+        # How the end is evaluated, and how the start was: a command that continues the run may change these settings.
+        self.now = self.judged = asdict(plan.recipe.evaluate) | {"every": 0, "test": str(plan.recipe.data.test)}
         self.every, self.labelled = plan.recipe.monitor.every, False
         if self.settings:
             labelled = labelled_samples(plan.index)
@@ -56,7 +58,7 @@ class StartGuard:
             samples = labelled if self.labelled else remaining_samples(plan.index)
             most = MOST if self.labelled else LEAST
             self.samples = subset(samples, min(max(8 * plan.recipe.optim.batch, LEAST), most))
-            self.labels = torch.from_numpy(plan.index.label[self.samples])
+            self.labels = torch.from_numpy(plan.index.label[self.samples]).unique(return_inverse=True)[1]
         self.read = False  # whether the images were read
         # Batches of b images of this rank: positions (b,) among its images, and uint8 pixels (b, V, C, H, W). V is 1
         # with labels, else 2, as each image then has two crops.
@@ -64,6 +66,7 @@ class StartGuard:
         self.first: Tensor | None = None  # (n, D) features at the start, on the host
         self.scores: dict[str, float] = {}  # scores of the start: its evaluation and the first measurement
         self.best: tuple[float, int] | None = None  # the best checkpoint so far: its deciding score and its step
+        self.before: tuple[float, int] | None = None  # the same without the newest checkpoint, perhaps not saved yet
         self.seen: tuple[int, dict[str, float]] = (-1, {})  # the newest measurement, and its step
         self.fresh = False  # whether the newest measurement is in no record yet
         self.told = False  # whether the finding LOST_START was reported
@@ -85,7 +88,7 @@ class StartGuard:
             return {}
         fresh = list(self.seen) if self.fresh else []  # the next line of metrics.jsonl reports these
         state = {"first": self.first, "scores": self.scores, "best": list(self.best or ()), "told": self.told}
-        return state | {"over": self.over, "returns": self.returns, "fresh": fresh}
+        return state | {"over": self.over, "returns": self.returns, "fresh": fresh, "judged": self.judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint. If it was made without a guard, its state is empty, and the guard is off."""
@@ -93,7 +96,7 @@ class StartGuard:
             self.settings = None
             return
         self.first, self.scores, self.told = state["first"], dict(state["scores"]), state["told"]
-        self.over = state["over"]
+        self.over, self.judged = state["over"], state["judged"]
         if state["fresh"]:
             self.seen, self.fresh = (int(state["fresh"][0]), dict(state["fresh"][1])), True
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] else None
@@ -160,9 +163,11 @@ class StartGuard:
             f"{len(self.samples)} training images, {self.scores[self.key]:.1f} at the start"
         )
 
-    def saved(self) -> int | None:
-        """Record that a checkpoint of the newest measurement is saved, and return the step of the best one so far."""
-        step, numbers = self.seen
+    def saved(self, *, kept: bool) -> int | None:
+        """Return the step of the best checkpoint, a new one of the newest measurement included. `kept` says whether the
+        checkpoint before the new one was saved."""
+        self.before = self.best if kept else self.before
+        self.best, (step, numbers) = self.before, self.seen
         if self.key in numbers and (self.best is None or numbers[self.key] > self.best[0]):
             self.best = numbers[self.key], step
         return self.best[1] if self.best else None
@@ -191,9 +196,9 @@ class StartGuard:
         """Decode this rank's share of the images, once."""
         from eagleray.protocols.crop_retrieval import random_crops  # only runs without labels need it
 
-        e, mine = self.plan.recipe.evaluate, np.array_split(self.samples, dist.size())[dist.rank()]
-        for rows, images in batches(self.plan.index, mine, e.size, e.resize, BATCH, reading=reading):
-            crops = [images] if self.labelled else [random_crops(images, rows, e.size, number) for number in range(2)]
+        e, mine = self.judged, np.array_split(self.samples, dist.size())[dist.rank()]
+        for rows, images in batches(self.plan.index, mine, e["size"], e["resize"], BATCH, reading=reading):
+            crops = [images] if self.labelled else [random_crops(images, rows, e["size"], n) for n in range(2)]
             self.images.append((torch.from_numpy(np.searchsorted(mine, rows)), torch.stack(crops, 1)))
 
     def _embed(self, backbone: Backbone, precision: Format) -> Tensor:

@@ -249,8 +249,7 @@ def trace_step(recipe: Recipe, *, ranks: int, dataset: int, dtype: torch.dtype, 
     """Trace a step of the rank with the most images, as it is after the first few steps, on a CPU or a GPU.
 
     `dataset` is the number of images in the data set, on which a memory bank depends, and `dtype` that of matrix
-    products. Raises UserError as `build_method` does.
-    """
+    products. Raises UserError as `build_method` does."""
     return trace_images(recipe, -(-recipe.optim.batch // ranks), ranks=ranks, dataset=dataset, dtype=dtype, gpu=gpu)
 
 

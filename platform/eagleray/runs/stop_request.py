@@ -1,7 +1,6 @@
 """Ask a run to save and stop. A command or a person can ask, and rank 0 watches for their requests.
 
-A command that only waits for a run on Ray imports this, so it must not import PyTorch.
-"""
+A command that only waits for a run on Ray imports this, so it must not import PyTorch."""
 
 import contextlib
 import threading
