@@ -1,16 +1,20 @@
 """What `eagleray evaluate` passes to a protocol."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.annotated import masks
 
+from eagleray.base.errors import UserError
 from eagleray.config import plugins
-from eagleray.evaluation import data
+from eagleray.evaluation import data, results
 from eagleray.evaluation.evaluate import Request, evaluate
 from eagleray.evaluation.extraction import Task
 from eagleray.evaluation.results import NOT_RUN, Result, picture_folder
+from eagleray.protocols import fine_tuning
 from eagleray.protocols.features import LabelledFeatures
 
 DRAWERS = """
@@ -110,3 +114,36 @@ def test_features_that_are_not_finite_are_refused(shards: Path, tmp_path: Path, 
         f"knn: {shards / 'train'}: the features of 2 of 320 images are not finite numbers; the weights are damaged, or "
         "they overflow the number format in which the device computes"
     ]
+
+
+def test_a_training_is_continued_after_another_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    searched: list[str] = []
+
+    def newest(folder: str, _: Path) -> None:
+        searched.append(folder)
+        raise UserError("this is far enough")
+
+    monkeypatch.setattr(fine_tuning.checkpoint, "newest", newest)
+    settings, out = {"size": "32", "steps": "1", "width": "16", "batch": "16"}, str(tmp_path / "out")
+    folders = {"masks": str(masks(tmp_path / "m"))}
+    asked = Request("untrained:test_vit", ["segmentation"], folders=folders, settings=settings, out=out)
+    evaluate(asked)
+    known = {"backbone": "b", "untrained": True, "backbone_digest": "other", "architecture": "", "data": {}}
+    pictures = ["pictures/untrained/segmentation-fpn.png"]
+    results.add(out, Result("segmentation", **known, **(NOT_RUN | {"pictures": pictures})))  # type: ignore[arg-type]
+    evaluate(asked)
+    assert searched[0] == searched[1]
+
+
+@pytest.mark.usefixtures("drawers")
+def test_the_digest_of_a_suite_is_of_the_sets_that_were_read(shards: Path, tmp_path: Path):
+    def digest(root: Path) -> str:
+        settings, folders = {"size": "32", "resize": "32"}, {"suite": str(root)}
+        out = str(tmp_path / "out")
+        asked = Request("untrained:test_vit", ["album"], folders=folders, settings=settings, out=out)
+        return evaluate(asked, note=lambda _: None).results[0].data_digest
+
+    shutil.copytree(shards / "train", tmp_path / "other" / "test")
+    first = digest(shards)
+    assert digest(shards) == first
+    assert digest(tmp_path / "other") != first

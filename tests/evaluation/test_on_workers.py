@@ -246,3 +246,11 @@ def test_probes_on_ranks_of_ray(shards: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     one, several = (probed(shards, tmp_path / str(n), n, *PROBES)[0] for n in (0, 2))
     assert_same(several, one)
+
+
+def test_files_that_settings_name_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own.yaml").write_text("epochs: 1\n")
+    monkeypatch.chdir(tmp_path)
+    parse = evaluate.PROTOCOLS["detection"].parse
+    assert parse({"schedule": "own.yaml"}) == {"schedule": str(tmp_path / "own.yaml")}
+    assert parse({"schedule": "1x"}) == {"schedule": "1x"}

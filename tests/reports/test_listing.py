@@ -123,3 +123,9 @@ def test_a_run_that_went_on_does_not_show_numbers_of_its_first_end_as_the_newest
     summary.write_text(json.dumps({"steps": 3, "knn/top1": 35.0}))
     [found] = list_runs(str(tmp_path), "knn/top1")
     assert (found.last, found.best, found.state) == (35, 35, "finished")
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(folder: Path) -> None:
+    (folder / "old" / "summary.json").unlink(missing_ok=True)
+    (folder / "old" / "summary.json").mkdir()  # an OSError for root as well
+    assert {r.name: r.state for r in list_runs(str(folder), "knn/top1")}["old"] == "damaged"

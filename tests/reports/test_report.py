@@ -552,3 +552,8 @@ def test_goodput_is_the_summarys_with_what_was_lost(make: Make):
     run = read(str(make()))
     [tile] = [t for t in sections.tiles(run) if t.label == "goodput"]
     assert (tile.value, tile.hint) == ("91.0%", "4 s lost")
+
+
+def test_numbers_on_images_held_out_of_other_data_are_not_compared(make: Make, tmp_path: Path):
+    runs = make("one", "data.test=null"), make("two", "data.test=null", "data.train=s3://bucket/other")
+    assert reported(*runs, out=tmp_path / "both.html").below["Results"].count("kNN of k 20") == 2

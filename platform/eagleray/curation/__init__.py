@@ -2,5 +2,4 @@
 
 An embedding and the index of its data go in; columns beside the shards come out, which `data.train.where` reads.
 
-May import: base, cluster, data, engine, evaluation, storage.
-"""
+May import: base, cluster, data, engine, evaluation, storage."""

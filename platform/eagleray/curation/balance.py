@@ -1,7 +1,6 @@
 """Divides the samples of an epoch evenly among clusters, level by level from the top.
 
-"Automatic Data Curation for Self-Supervised Learning" (arXiv:2405.15613) draws its samples in this way.
-"""
+"Automatic Data Curation for Self-Supervised Learning" (arXiv:2405.15613) draws its samples in this way."""
 
 from collections.abc import Sequence
 

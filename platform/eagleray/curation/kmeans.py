@@ -6,8 +6,7 @@ again several times, only from the vectors nearest to its centres. This spreads 
 with many images gets few centres. The lowest level is clustered once.
 
 The vectors to which the lowest level is fitted, and its first centres, depend on the values of the vectors and a seed,
-but not on their order.
-"""
+but not on their order."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple

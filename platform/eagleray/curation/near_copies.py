@@ -3,8 +3,7 @@
 As in SemDeDup (arXiv:2303.09540), samples of one cluster are compared by the cosine similarity of their features. Here
 samples are also compared with those of the next nearest clusters, as a border may lie between an image and its copy. Of
 near copies, the largest file is kept; the paper keeps the sample farthest from the centre. Perceptual hashes tell near
-copies from different images of similar content.
-"""
+copies from different images of similar content."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Stores the results of a clustering's stages beside its table, so that an interrupted command can continue.
 
-A folder has only one table, whose description names the data and all settings; all stages in it are of this table.
-"""
+A folder has only one table, whose description names the data and all settings; all stages in it are of this table."""
 
 import io
 from dataclasses import dataclass

@@ -2,5 +2,4 @@
 
 A backbone and folders of annotated images or frames go in; named numbers and pictures come out.
 
-May import: base, config, data, engine, models, protocols, storage, views.
-"""
+May import: base, config, data, engine, models, protocols, storage, views."""

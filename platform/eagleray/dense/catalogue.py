@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from eagleray.protocols.catalogue import File
 from eagleray.protocols.needs import Folder
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Listed, Protocol, SizedProtocol, Workspace
@@ -20,7 +21,7 @@ class Detection(Protocol[Path]):
 
     about = "Mask R-CNN or Cascade Mask R-CNN, fine-tuned on a dataset in COCO's layout"
     ranks = True
-    schedule: str = "1x"  # name of a file in pipelines/detection, or a YAML file with the same settings
+    schedule: File = "1x"  # name of a file in pipelines/detection, or a YAML file with the same settings
 
     def data(self) -> Folder:
         return Folder("coco")

@@ -2,5 +2,4 @@
 
 A backbone's name and data go in; results.json and pictures come out.
 
-May import: base, config, cluster, data, dense, engine, models, protocols, runs, storage.
-"""
+May import: base, config, cluster, data, dense, engine, models, protocols, runs, storage."""

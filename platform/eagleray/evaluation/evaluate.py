@@ -255,16 +255,15 @@ class Evaluation:
         # With workers, this process keeps the backbone on the CPU, so as not to take memory of the workers' GPUs.
         backbone = on_device(self.target.backbone, devices.CPU if workers else world.local().device)
         protocol.check(backbone)
-        run = run_store(self.report.folder)
         # Protocols that train write checkpoints beside the results, also at a URL, so any machine can continue them.
-        checkpoints = f"{self.report.folder}/{folder.relative_to(run.view)}"
+        checkpoints = f"{self.report.folder}/{layout.PICTURES}{'/untrained' * new.untrained}"
         workspace = Workspace(folder, self.note, checkpoints, new.backbone_digest)
         if workers and (protocol.ranks or not need.extracted):
             outcome = run_on_ranks(Job(self.source.inputs, measurement, workspace.checkpoints), workers, workspace)
         else:
             if workers:
                 self.note(f"{new.protocol}: the workers extract its features, and this process computes the rest")
-            outcome = measurement.run(backbone, self.source, workspace)
+            outcome = measurement.run(backbone, data, workspace)
         return outcome, need.digest(data)
 
 

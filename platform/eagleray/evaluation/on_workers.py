@@ -10,7 +10,7 @@ from eagleray.cluster.ray_ranks import Note, ray_ranks
 from eagleray.evaluation.data import RankSource
 from eagleray.evaluation.target import Inputs
 from eagleray.models.backbone import Backbone
-from eagleray.protocols.needs import D, Need, Source
+from eagleray.protocols.needs import D, Need
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.protocol import Protocol, Workspace
 
@@ -23,11 +23,10 @@ class Measurement(Generic[D]):
     need: Need[D]
     asked: Mapping[str, Any]
 
-    def run(self, backbone: Backbone, source: Source, workspace: Workspace) -> Outcome:
+    def run(self, backbone: Backbone, data: D, workspace: Workspace) -> Outcome:
         """Run the protocol on a backbone, and return the outcome with all settings that the result records.
 
         Raises UserError when a setting or the data are wrong."""
-        data = self.need.open(source)
         outcome = self.protocol.run(backbone, data, workspace)
         return replace(outcome, settings=self.need.settings(data, self.asked, outcome.settings))
 
@@ -55,7 +54,8 @@ def _run_rank(job: Job, note: Note) -> tuple[Outcome, dict[str, bytes]]:
     """Run a protocol on this rank. Return the outcome, with file names for paths, and the files' contents by name."""
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder), note, job.checkpoints, job.inputs.digest)
-        outcome = job.measurement.run(job.inputs.load(), RankSource(job.inputs, note), workspace)
+        backbone, data = job.inputs.load(), job.measurement.need.open(RankSource(job.inputs, note))
+        outcome = job.measurement.run(backbone, data, workspace)
         files = {path.name: path.read_bytes() for path in workspace.folder.iterdir() if path.is_file()}
     return _moved(outcome, lambda path: Path(path.name)), files
 

@@ -104,15 +104,18 @@ def load(folder: str) -> list[Result]:
 @contextlib.contextmanager
 def picture_folder(folder: str, new: Result) -> Iterator[Path]:
     """A context with the local folder for the pictures of a new result, below that of results.json. Until it ends, an
-    evaluation by another process of this machine gets another folder.
+    evaluation by another process of this machine gets another folder; if it is the same evaluation, it raises Busy.
 
     A repeated evaluation draws into its old folder. A new one gets the first of pictures, pictures/2, pictures/3 and so
     on in which its protocol has no pictures yet; for an untrained backbone these are in pictures/untrained."""
     base, same = PurePath(layout.PICTURES, *["untrained"] * new.untrained), (new.protocol, new.untrained)
+    note = f" ({new.backbone_digest}: {format_settings({**new.data, **new.asked})})"
     for place in itertools.chain([base], (base / str(n) for n in itertools.count(2))):
         try:
-            lock = lock_folder(run_store(folder).view, ".".join(("", *place.parts, new.protocol, "lock")))
-        except Busy:
+            lock = lock_folder(run_store(folder).view, ".".join(("", *place.parts, new.protocol, "lock")), note=note)
+        except Busy as e:
+            if note in str(e):  # the same evaluation, whose training has the same checkpoints
+                raise
             continue
         with lock:  # before the results are read, as the other evaluation adds its own while it has the lock
             others = [r for r in load(folder) if (r.protocol, r.untrained) == same and not r.repeats(new)]
@@ -196,7 +199,7 @@ def lines(table: Sequence[Row]) -> str:
     if these are known. Numbers that vary another one, such as `top1_k10` of `top1`, are left out."""
     texts: list[tuple[str, str]] = []
     for name, group in itertools.groupby(table, key=lambda row: row.protocol):
-        rows = {row.number.rpartition("/")[2]: row for row in group}
+        rows = {row.number.partition("/")[2] or row.number: row for row in group}
         main = {key: row for key, row in rows.items() if not any(key.startswith(f"{other}_") for other in rows)}
         shown = [f"{key} {row.value}{_beside(row)}" for key, row in itertools.islice(main.items(), MOST)]
         texts.append((name, ", ".join(shown) + f", and {len(main) - MOST} more" * (len(main) > MOST)))

@@ -2,5 +2,4 @@
 
 A run or a checkpoint goes in; a folder comes out, after that library has loaded it in a new process.
 
-May import: base, config, data, engine, evaluation, methods, models, runs, views.
-"""
+May import: base, config, data, engine, evaluation, methods, models, runs, views."""

@@ -96,8 +96,7 @@ class Pooled(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
-        return out
+        return self.model.forward_head(self.model.forward_features(images), pre_logits=True)
 
 
 def trace(source: Source) -> Traced:

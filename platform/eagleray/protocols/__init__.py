@@ -2,5 +2,4 @@
 
 A backbone and labelled images or features go in; named numbers and pictures come out.
 
-May import: base, config, data, datasets, engine, models, storage, views.
-"""
+May import: base, config, data, datasets, engine, models, storage, views."""

@@ -2,6 +2,7 @@
 
 The module that does a protocol's work is imported only when it runs, so that listing settings does not load PyTorch."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -36,6 +37,7 @@ def absolute(path: str) -> str:
 
 Rates = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # learning rates for batches of 256 images
 Keys = Annotated[str, AfterValidator(absolute)]  # path of a file with the keys of images
+File = Annotated[str, AfterValidator(lambda name: absolute(name) if os.path.isfile(name) else name)]  # or another name
 
 
 class Knn(FeatureProtocol):
@@ -223,8 +225,8 @@ class Pairs(PatchProtocol):
     size: PositiveInt = 224
     images: PositiveInt = 3
     limit: PositiveInt = 64  # largest number of images among which the nearest one is searched
-    one: str = ""  # `one` and `other`: two images to compare as well, each a file or the key of a sample
-    other: str = ""
+    one: File = ""  # `one` and `other`: two images to compare as well, each a file or the key of a sample
+    other: File = ""
 
     def run(self, backbone: "Backbone", data: "Index", workspace: Workspace) -> Outcome:
         from eagleray.protocols.visual.explore import pairs

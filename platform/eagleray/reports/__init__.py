@@ -2,5 +2,4 @@
 
 Run folders or shards go in; a page that needs no other file comes out.
 
-May import: base, config, curation, data, datasets, evaluation, runs, storage, sweeps.
-"""
+May import: base, config, curation, data, datasets, evaluation, runs, storage, sweeps."""

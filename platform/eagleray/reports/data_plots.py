@@ -61,8 +61,7 @@ def histogram_uri(values: Floats) -> str:
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color=LIGHT, linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return _saved(figure)
 
 

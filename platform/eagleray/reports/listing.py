@@ -83,7 +83,7 @@ def _is_run(folder: str, names: Collection[str]) -> bool:
 def _entry(out: str, root: str, metric: str) -> Listed:
     try:
         return listed(read(out), root, metric)
-    except UserError as e:
+    except (UserError, OSError) as e:
         log.warning("%s", e)
         return Listed(_name(out, root), "", "damaged", 0, None, None, None, None)
 

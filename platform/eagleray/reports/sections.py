@@ -167,7 +167,8 @@ def all_scores(run: Run) -> Iterator[Scores]:
     ends = [k for k in s if k not in SHOWN_ELSEWHERE and not k.endswith(BEFORE) and isinstance(s[k], int | float)]
     if ends:
         settings = final_settings(run, ends)
-        same = json.dumps([run.recipe.get("evaluate"), run.recipe.get("data", {}).get("test")], default=str)
+        data = run.recipe.get("data", {})  # without test images, some of the training images are held out
+        same = json.dumps([run.recipe.get("evaluate"), data.get("test") or data.get("train")], default=str)
         rows = [[k, s[k], *(s.get(k + suffix) for suffix in BEFORE), paper.get(k)] for k in ends]
         yield Scores((settings, same), settings, rows)
     for result in latest_results(run):

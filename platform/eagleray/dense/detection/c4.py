@@ -43,8 +43,7 @@ class ThreeStages(nn.Module):
         self.backbone = backbone
 
     def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.backbone.model.forward_features(images)
-        return out
+        return self.backbone.model.forward_features(images)
 
 
 class MeanBoxPredictor(BoxPredictor):

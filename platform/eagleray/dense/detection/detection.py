@@ -1,8 +1,7 @@
 """Fine-tune a backbone for detection and instance segmentation, and measure COCO's average precision.
 
 The detector is Mask R-CNN or Cascade Mask R-CNN. The settings are those of SelfPatch's supplement A (Yun et al. 2022,
-arXiv:2206.07990) for 1x and of DRLoc's section 5.3 (Liu et al. 2021, arXiv:2106.03746) for 3x.
-"""
+arXiv:2206.07990) for 1x and of DRLoc's section 5.3 (Liu et al. 2021, arXiv:2106.03746) for 3x."""
 
 import copy
 from collections import Counter

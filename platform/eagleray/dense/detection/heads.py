@@ -67,8 +67,7 @@ class Stage(RoIHeads):
     ) -> tuple[list[dict[str, Tensor]], Losses]:
         if self.training:
             return [], self.losses(features, proposals, shapes, targets)[0]
-        results: tuple[list[dict[str, Tensor]], Losses] = super().forward(features, proposals, shapes)
-        return results
+        return super().forward(features, proposals, shapes)
 
     def losses(
         self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets
@@ -97,8 +96,7 @@ class Stage(RoIHeads):
         """Return the features from which the masks of `boxes` are predicted: the regions whose label is above 0.
 
         `x` is the output of the box head for all regions. Subclasses without a separate mask head return rows of it."""
-        out: Tensor = self.mask_head(self.mask_roi_pool(features, boxes, shapes))
-        return out
+        return self.mask_head(self.mask_roi_pool(features, boxes, shapes))
 
 
 def mask_rcnn(

@@ -25,8 +25,7 @@ class FeaturePyramid(nn.Module):
         self.fpn = FeaturePyramidNetwork(self.maps.dims, channels, extra_blocks=LastLevelMaxPool())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = self.fpn(dict(zip(self.names, self.maps(images), strict=True)))
-        return out
+        return self.fpn(dict(zip(self.names, self.maps(images), strict=True)))
 
 
 def strides(steps: list[float]) -> list[int]:

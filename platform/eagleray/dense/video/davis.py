@@ -1,8 +1,7 @@
 """Propagate the masks of a video's first frame by the similarity of patches alone, on DAVIS 2017 and 2016.
 
 The protocol is that of Caron et al. 2021 (DINO), arXiv:2104.14294, section 4.2.1, after Jabri et al. 2020. The features
-of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990.
-"""
+of patches are the tokens of the last block before the norm, as in SelfPatch, Yun et al. 2022, arXiv:2206.07990."""
 
 import functools
 import itertools

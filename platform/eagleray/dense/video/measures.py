@@ -39,5 +39,4 @@ def contour(mask: Mask) -> Mask:
 
     Pixels beyond the border count as equal to the nearest pixel in the image."""
     wide = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
-    out: Mask = (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])
-    return out
+    return (mask != wide[:-1, 1:]) | (mask != wide[1:, :-1]) | (mask != wide[1:, 1:])

@@ -73,8 +73,7 @@ def darken(image: Tensor, mask: Tensor) -> Pixels:
 
 def enlarge(grid: Tensor, image: Tensor) -> NDArray[np.float32]:
     """Enlarge a map (h, w) to the size of an image (3, H, W) without interpolation."""
-    out: NDArray[np.float32] = F.interpolate(grid[None, None].float(), image.shape[1:])[0, 0].cpu().numpy()
-    return out
+    return F.interpolate(grid[None, None].float(), image.shape[1:])[0, 0].cpu().numpy()
 
 
 def paint_objects(image: Tensor, mask: NDArray[np.uint8]) -> Pixels:
