@@ -57,6 +57,9 @@ def test_every_number_of_workers_must_fit_the_batch(wanted, shards: Path, tmp_pa
         (["workers=2"], [CPUS], False, 4),
         (["workers=2"], [HEAD, CPUS, {"CPU": 2.0}], False, 2),  # no more than the smallest machine has
         (["workers=4"], [{"CPU": 2.0}], False, 0.5),
+        (["workers=3"], [CPUS, CPUS], False, 4),  # a worker's CPUs are on one machine
+        (["workers=4"], [CPUS, CPUS, CPUS], False, 4),
+        (["workers=3"], [{"CPU": 1.0}, {"CPU": 1.0}], False, 0.5),
         (["workers=128", "optim.batch=128"], [{"CPU": 1.0}], False, 0.0078),
         (["workers=20000", "optim.batch=20000"], [{"CPU": 1.0}], False, 0.0001),  # never nothing, which Ray drops
         (["workers=1..3"], [{"CPU": 1.0}, {"CPU": 1.0}], False, 1),  # Ray resizes by whole CPUs

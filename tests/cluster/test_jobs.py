@@ -491,3 +491,7 @@ def test_my_own_jobs(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: 
     assert [(j["id"], j["user"]) for j in told] == [("mine", "ada")]
     lines = eagleray("jobs", "--address", head.address).out.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["mine", "ada"], ["hers", "grace"]]
+
+
+def test_no_id_looks_like_an_option():
+    assert re.fullmatch(r"run-[0-9a-f]{8}", job_package.identify("/shared/runs/实验"))

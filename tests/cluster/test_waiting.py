@@ -37,6 +37,9 @@ class Cluster:
 
     available_resources = cluster_resources
 
+    def get_runtime_context(self) -> SimpleNamespace:
+        return SimpleNamespace(get_job_id=lambda: "ours")
+
     def start(self, name: str, state: str, *bundles: dict[str, float]) -> None:
         self.groups[name] = {"state": state, "bundles": dict(enumerate(bundles))}
 
@@ -225,3 +228,21 @@ def test_a_stopped_run_leaves_no_controller_that_waits(
         for thread in threading.enumerate():
             assert thread.name != "ray-train" or (not thread.join(120) and not thread.is_alive()), "it waits for ever"
         assert all(group["state"] == "REMOVED" for group in placement_group_table().values())
+
+
+def test_new_workers_of_another_run_are_not_its_own(cluster: Cluster, clock: list[float]):
+    said: list[str] = []
+    run = Waiting(cluster, 2, 2, {"CPU": 8}, said.append)
+    cluster.start("another run's", "CREATED", *[{"CPU": 8.0}] * 2)
+    for clock[0] in range(0, 60, 5):
+        assert run.look() or not said
+    assert said[0].startswith("waiting for 2")
+
+
+@pytest.mark.slow
+def test_the_id_of_a_placement_group_ends_with_that_of_its_job(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    from ray.util.placement_group import placement_group
+
+    with session(cpus=1) as ray:
+        assert placement_group([{"CPU": 1}]).id.hex().endswith(ray.get_runtime_context().get_job_id())

@@ -13,10 +13,11 @@ from helpers.pictures import write_shards
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.config.source import Source
-from eagleray.data import columns
+from eagleray.data import columns, sample_table
 from eagleray.data.columns import select
 from eagleray.data.index import Index, open_index
 from eagleray.runs.recipe import Data
+from eagleray.storage.blob import Blob
 
 SAMPLES = 160
 
@@ -329,3 +330,9 @@ def test_files_that_do_not_fit_each_other_are_refused(data: Path, tmp_path: Path
         weights({"url": str(data), "columns": str(tmp_path / "*.parquet"), "where": "score > 0"})
     with pytest.raises(UserError, match=r"none-\*.parquet: no such table"):
         weights({"url": str(data), "columns": str(tmp_path / "none-*.parquet"), "where": "score > 0"})
+
+
+def test_shards_of_a_web_server_have_no_tables_beside_them() -> None:
+    for scheme in ("http", "https"):
+        shards = [Blob(f"{scheme}://host/x/a.tar", 1)]
+        assert list(sample_table.tables_beside(shards, "embeddings", lambda about: True)) == []

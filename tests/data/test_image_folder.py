@@ -19,6 +19,7 @@ from eagleray.base.files import read_lines
 from eagleray.data.image_folder import check_outside
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.datasets.shapes import image
+from eagleray.storage.store import LocalStore
 
 IMAGES = 96
 
@@ -228,3 +229,20 @@ def test_lanes_are_the_same_for_any_number_of_ranks(photos: Path, monkeypatch: p
     for a, b, all_ in zip(*parts, whole, strict=True):
         assert torch.equal(torch.cat([a.index, b.index]), all_.index)
         assert a.rows == b.rows == (4, 4)
+
+
+def test_new_images_of_a_folder_that_may_only_be_read(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened(photos)  # by its owner, who adds an image later
+    image(1, 1)[0].save(photos / "c" / "new.png")
+    honest = LocalStore.put
+
+    def put(self: LocalStore, url: str, *given: Any, **more: Any) -> None:
+        if url.startswith(f"{photos}/"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        honest(self, url, *given, **more)
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    for said in ([f"indexing {IMAGES + 1} images of {photos}; not read: 1 .csv, 1 .txt"], []):
+        notes: list[str] = []
+        assert len(open_index(str(photos), tmp_path / "spare", note=notes.append)) == IMAGES + 1
+        assert notes == said

@@ -176,3 +176,15 @@ def test_four_times_as_many_images_take_no_more_memory() -> None:
     """What is more than the file's cache of 32 MiB is on the disk: a million take as much as a hundred thousand."""
     few, many = mib_of(150_000), mib_of(600_000)
     assert many < 1.3 * few + 8
+
+
+def test_what_a_killed_command_knew_of_an_index_is_forgotten(tmp_path: Path) -> None:
+    for left in 0, 2:
+        images = ImageList(tmp_path / "list")
+        images.begin(resume=False)
+        images.add([Found(path, 5, Stamp(1, 1, 1)) for path in ("a.jpg", "b.jpg")], [], [])
+        images.end()
+        if left == 0:
+            images.know([Read(path, 5, Found("", 0, Stamp(1, 1, 1)).version, 9, None) for path in ("a.jpg", "b.jpg")])
+        assert images.left == left
+        images.close()

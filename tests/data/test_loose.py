@@ -188,6 +188,7 @@ def test_what_is_no_set_of_images_is_said_in_a_line(url: str, tmp_path: Path, ca
 
 
 def test_shards_and_images_in_one_folder(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(url)  # its images are indexed before there are shards
     write(f"{url}/b.tar", tar_bytes({"x.jpg": jpeg(5)}))
     index, notes = opened(url)
     assert (len(index), notes) == (1, [f"indexing 1 shards of {url}"])

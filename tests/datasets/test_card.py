@@ -113,7 +113,7 @@ def test_where_nothing_can_be_shown_one_line_says_so(tmp_path: Path):
 
 def test_pictures(tmp_path: Path):
     images = [read_pixels(encode(picture(i, 40 + i, 60))) for i in range(11)]
-    contact_sheet.contact(images, tmp_path / "contact.png")
+    contact_sheet.sheet(images).save(tmp_path / "contact.png")
     with Image.open(tmp_path / "contact.png") as image:
         assert image.size == (8 * 150 + 6, 2 * 150 + 6)
         drawn = np.asarray(image)
@@ -162,3 +162,11 @@ def test_pictures_of_another_set_are_not_overwritten(
 def test_spoiled_images_are_no_census():
     with pytest.raises(OSError, match="cannot identify"):
         image_format(spoiled(1))
+
+
+def test_a_jpeg_that_only_decoders_open_is_counted(tmp_path: Path):
+    data = jpeg(1)
+    assert data[2:11] == b"\xff\xe0\0\x10JFIF\0"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jpg").write_bytes(data[:2] + b"\xff\xe0\0\7JFIF\0" + data[20:])
+    assert run_prepare("folder", tmp_path / "in", tmp_path / "out")["formats"] == {"JPEG": 1}

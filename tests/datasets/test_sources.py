@@ -166,7 +166,8 @@ def test_coco_has_no_labels(tmp_path: Path):
 
 
 def test_a_folder_has_classes_where_every_image_is_in_one(tmp_path: Path):
-    data = fill(tmp_path / "in", ["b/1.jpg", "a/x/v1.0.JPG", "a/2.jpg", "a/._2.jpg"])
+    hidden = ["a/._2.jpg", "a/.@__thumb/2.jpg", ".Trash-1000/files/3.jpg"]
+    data = fill(tmp_path / "in", ["b/1.jpg", "a/x/v1.0.JPG", "a/2.jpg", *hidden])
     listing, found = read_source("folder", tmp_path / "in")
     assert {key: (d, item.label) for key, (d, item) in found.items()} == {
         "a/2": (data["a/2.jpg"], 0),

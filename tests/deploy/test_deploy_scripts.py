@@ -432,14 +432,16 @@ echo asked >> $PLACE/asked
 echo ' 1 node_a'
 if [ -e $PLACE/began ]; then echo "$WAITS"; else echo ' 1 node_b'; fi
 """
-# A run that saves when it is interrupted, and ends by itself when Ray has been asked for long.
+# A command without a handler of its own, as most are: an interrupt ends it, or Ray having been asked for long.
 RUNNING = """
-import pathlib, signal, sys, time
+import pathlib, sys, time
 asked = pathlib.Path(sys.argv[1]) / "asked"
-signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
 (asked.parent / "began").touch()
-while len(asked.read_text().split()) < 40:
-    time.sleep(0.05)
+try:
+    while len(asked.read_text().split()) < 40:
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    sys.exit(1)
 """
 
 

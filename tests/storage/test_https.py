@@ -1,5 +1,6 @@
 """https:// and http:// from a web server on loopback: ranges, tags, redirects, and what a web server does not do."""
 
+import base64
 import http.server
 import os
 import threading
@@ -15,6 +16,7 @@ from helpers.s3.proxy import Faults, Proxy
 from eagleray.base.errors import Outage, UserError
 from eagleray.storage import store
 from eagleray.storage.https import HttpsStore
+from eagleray.storage.rest import Pools
 
 SHARDS = [f"x-{n:03d}.tar" for n in range(4)]
 
@@ -125,3 +127,10 @@ def test_a_proxy_of_the_environment_is_used(cloud: Cloud, monkeypatch: pytest.Mo
     monkeypatch.setitem(store.STORES, "http", HttpsStore())
     # The server sees the whole address instead of a path, and so speaks as itself.
     assert store.store("http://").get("http://no.such.host/web/train/x-002.tar") == b"x-002.tar" * 100
+
+
+def test_a_password_of_a_proxy_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:p%40ss@127.0.0.1:1")
+    monkeypatch.setattr("eagleray.storage.rest.proxy_bypass", lambda host: False)
+    sent = Pools().to("http://no.such.host/x").proxy_headers["proxy-authorization"]
+    assert base64.b64decode(sent.partition(" ")[2]) == b"me:p@ss"

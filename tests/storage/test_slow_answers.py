@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,3 +117,34 @@ def test_an_error_without_an_end_takes_no_memory(monkeypatch: pytest.MonkeyPatch
         with pytest.raises((Outage, UserError)):
             store.store(url).read(url, 0, 100_000, patience=0.0)
     assert server.sent < 2**25
+
+
+STORED = {
+    "gs": b'HTTP/1.1 200 X\r\nContent-Length: 25\r\n\r\n{"kind":"storage#object"}',
+    "az": b"HTTP/1.1 201 X\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_a_body_may_take_longer_than_a_connection(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    point_at(monkeypatch, listener.getsockname()[1])
+    monkeypatch.setattr("eagleray.storage.rest.CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr("eagleray.storage.retry.FIRST", 100.0)  # one attempt
+
+    def sip() -> None:
+        client, got = listener.accept()[0], 0
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += client.recv(1)
+        while got < 2**24:
+            got += len(client.recv(2**16))
+            time.sleep(0.005)
+        client.sendall(STORED[scheme])
+
+    threading.Thread(target=sip, daemon=True).start()
+    store.store(f"{scheme}://b/x").write(f"{scheme}://b/x", bytes(2**24))
+    listener.close()

@@ -1,5 +1,6 @@
 """Which files a pattern stands for, exact reads, and writes that are whole or not there."""
 
+import errno
 import os
 import re
 import shutil
@@ -248,3 +249,13 @@ def test_many_names_in_braces_are_allowed() -> None:
     assert sum(1 for _ in expand_braces("s3://b/{000..099}/x-{0000..0999}.{tar,TAR}")) == 200_000
     assert list(expand_braces("x-{3..1}{a,b{c,d}}")) == [f"x-{n}{c}" for n in "321" for c in ("a", "bc", "bd")]
     assert list(expand_braces("{x")) == ["{x"]
+
+
+def test_a_file_is_created_once_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    made = [LocalStore().create(str(tmp_path / "x"), data) for data in (b"first", b"first", b"other")]
+    assert made == [True, True, False]
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]

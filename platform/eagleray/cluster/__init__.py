@@ -2,5 +2,4 @@
 
 A recipe or tasks and a cluster go in; a finished run, results or a job's state come out.
 
-May import: base, config, data, engine, runs, storage.
-"""
+May import: base, config, data, engine, runs, storage."""

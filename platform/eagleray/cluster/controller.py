@@ -1,8 +1,7 @@
 """Kill Ray Train's controller, an actor, when a run is stopped before it has workers that could see the request.
 
 Ray Train gives no access to the actor's handle, and its thread in our process waits until the actor ends. In the
-process of a sweep's trial, which runs other trials afterwards, it could wait for ever.
-"""
+process of a sweep's trial, which runs other trials afterwards, it could wait for ever."""
 
 import time
 from typing import Any

@@ -38,8 +38,7 @@ def ask(address: str, path: str, *, verb: str = "GET", timeouts: tuple[float, fl
     """Send a request to a path of the dashboard, and return the JSON of the answer.
 
     `timeouts` are the seconds to wait for the connection and for the answer. Raises TokenRefused, RuntimeError for any
-    status other than 200, and OSError when there is no answer or it is not JSON.
-    """
+    status other than 200, and OSError when there is no answer or it is not JSON."""
     import requests
 
     answer = requests.request(verb, address + path, headers=_authorization(), timeout=timeouts)

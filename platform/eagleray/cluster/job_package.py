@@ -146,7 +146,7 @@ def identify(out: str, command: str = "pretrain") -> str:
     """Return the job id of a command: the last part of `out`, which people can read, and a hash of the whole `out`. The
     id begins with the command unless that is `pretrain`, as several commands may work on one folder."""
     place = out.rstrip("/")
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2]).strip("-.") or "run"  # an id is no option
     own = "" if command == "pretrain" else f"{command}-"
     return f"{own}{name[:60]}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 

@@ -2,8 +2,7 @@
 
     python3 eagleray/cluster/job_start.py MODULE pretrain recipe.yaml
 
-This file is run as a script, as above, and imports only the standard library, as any other package may be missing.
-"""
+This file is run as a script, as above, and imports only the standard library, as any other package may be missing."""
 
 import importlib.util
 import re

@@ -1,7 +1,6 @@
 """Submit, follow, list and stop commands as jobs of a Ray cluster, by HTTP requests to the Jobs API of its dashboard.
 
-Only `submit` uses Ray's own client, as importing Ray takes a second.
-"""
+Only `submit` uses Ray's own client, as importing Ray takes a second."""
 
 import logging
 import os

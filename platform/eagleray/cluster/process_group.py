@@ -1,8 +1,7 @@
 """Tell the workers of a run what a process group of their ranks needs: the rendezvous address and their ranks.
 
 The training processes of the workers form the group, see `rank_process`. Only functions that run in workers import
-PyTorch: Ray Train's controller on the head imports this module too, and would need more memory for every run.
-"""
+PyTorch: Ray Train's controller on the head imports this module too, and would need more memory for every run."""
 
 import os
 from typing import Any

@@ -1,8 +1,7 @@
 """Train one rank in a forked process, which serves one attempt to train the run.
 
 This module must not import Ray, whose threads would not survive the fork. Instead the process sends to its worker what
-Ray has to know, such as metrics.
-"""
+Ray has to know, such as metrics."""
 
 import contextlib
 import importlib

@@ -34,8 +34,7 @@ def ray_map(
     A line is printed while a cluster has no room for a task.
 
     A task whose process died is run once more. Raises the UserError or Outage that the function raises, UserError when
-    `gpus` is true and this machine has none, and RuntimeError when a task's process dies twice.
-    """
+    `gpus` is true and this machine has none, and RuntimeError when a task's process dies twice."""
     with session(cpus=None if gpus else workers) as ray:
         from ray.exceptions import RayError, RayTaskError
 
@@ -175,8 +174,7 @@ def scanner() -> ScanAll:
 def scan_on_cluster(things: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield a pair for each of `things`, in any order: a shard or an image of a folder, and what was read from it.
 
-    Tasks on the cluster read remote URLs. This process reads local paths, as other machines may not have them.
-    """
+    Tasks on the cluster read remote URLs. This process reads local paths, as other machines may not have them."""
     for far, some in itertools.groupby(things, key=lambda thing: is_remote(thing.url)):
         scan = functools.partial(ray_map, scan_shard) if far else scan_here
         yield from scan(some)

@@ -1,7 +1,6 @@
 """Run pretraining on Ray Train: worker processes, restarts, and errors that reach the user.
 
-On a cluster, the head runs these functions for all submitted runs. To save its memory, only workers import PyTorch.
-"""
+On a cluster, the head runs these functions for all submitted runs. To save its memory, only workers import PyTorch."""
 
 import contextlib
 import math
@@ -41,8 +40,7 @@ def launch(recipe: Recipe, *, tracking: Tracking, command: str) -> dict[str, Any
     """Train on `recipe.workers` Ray workers, on the cluster at RAY_ADDRESS or, without it, on a local Ray.
 
     Returns the summary, or None when the run was asked to stop. Raises UserError for what the user can correct, Outage
-    when a store does not answer, and RuntimeError for any other failure of the run.
-    """
+    when a store does not answer, and RuntimeError for any other failure of the run."""
     run = run_store(recipe.out)
     log = run.view / layout.RAY_LOG
     try:
@@ -162,8 +160,7 @@ def stop_asked(out: str, command: str, patience: float) -> Callable[[], bool]:
 def raise_failure(out: str, command: str) -> None:
     """Raise the stored error with which a command's run has failed for good, if there is one.
 
-    Its traceback is added to the run's log if it is missing there, as a remote run has the log of rank 0 only.
-    """
+    Its traceback is added to the run's log if it is missing there, as a remote run has the log of rank 0 only."""
     failure = failure_of(out, command)
     if failure is None:
         return
@@ -196,8 +193,8 @@ def resources(recipe: Recipe, nodes: Sequence[Mapping[str, float]]) -> tuple[boo
     if gpu:
         shares = [n.get("CPU", 1) / n["GPU"] for n in nodes if n.get("GPU")]
     else:
-        with_cpus = [n["CPU"] for n in nodes if n.get("CPU")]
-        shares = [*with_cpus, sum(with_cpus) / most] if with_cpus else []
+        shares = [n["CPU"] for n in nodes if n.get("CPU")]  # and the largest share with which all workers have room
+        shares += sorted((c / k for c in shares for k in range(1, most + 1)), reverse=True)[most - 1 : most]
     each = max(math.floor(FINEST * min(shares, default=1) + 1e-6), 1) / FINEST
     whole = each >= 1 or gpu or least < most  # elastic runs need whole CPUs
     return gpu, max(int(each), 1) if whole else each

@@ -3,8 +3,7 @@
 Ray Train asks Ray's coordinator under a random name. A run with `workers=A..B` gets only machines that no earlier
 request reserves, and Ray keeps the request of a controller that has died for three minutes: a continued run would wait
 for its dead predecessor. Under the run's name it takes over that request and its place in the queue
-(docs/decisions/0053).
-"""
+(docs/decisions/0053)."""
 
 import contextlib
 import hashlib

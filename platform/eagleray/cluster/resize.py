@@ -32,8 +32,7 @@ def has_saved() -> bool:
 def save_before_resize() -> Any:
     """Return a callback for Ray Train that lets a run save before its workers are replaced by more or fewer.
 
-    Without the callback Ray ends them at once, and the steps since the last checkpoint are lost.
-    """
+    Without the callback Ray ends them at once, and the steps since the last checkpoint are lost."""
     import ray
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 

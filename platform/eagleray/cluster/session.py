@@ -1,7 +1,6 @@
 """Connect to Ray for the length of a command: to the cluster at RAY_ADDRESS or, without it, to a local Ray.
 
-Whoever connects to a local Ray can run code as this user, so other users of this machine are kept out.
-"""
+Whoever connects to a local Ray can run code as this user, so other users of this machine are kept out."""
 
 import functools
 import importlib
@@ -103,8 +102,7 @@ def _connect(ray: Any, options: dict[str, Any]) -> None:
 def _servers_apart() -> AbstractContextManager[None]:
     """A context in which Ray starts its servers in process groups of their own.
 
-    Programs such as `timeout` send SIGTERM to a command's whole process group. The run then saves, which needs Ray.
-    """
+    Programs such as `timeout` send SIGTERM to a command's whole process group. The run then saves, which needs Ray."""
     services: Any = importlib.import_module("ray._private.services")
     return replaced(services, "ConsolePopen", functools.partial(services.ConsolePopen, process_group=0))
 

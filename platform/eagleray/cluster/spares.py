@@ -2,8 +2,7 @@
 
 Imports are most of the seconds that a new process takes to start; a forked process needs none. Threads and devices in
 use do not survive a fork: the spare process has neither, while its worker has many threads. The spare process also
-starts a fork server, a fork of itself, which forks the data loading processes of the training processes.
-"""
+starts a fork server, a fork of itself, which forks the data loading processes of the training processes."""
 
 import contextlib
 import gc

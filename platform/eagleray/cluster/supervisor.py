@@ -1,8 +1,7 @@
 """Supervise the process that trains one rank, and restart the processes of all ranks when one dies, fails or hangs.
 
 Each worker of Ray Train supervises one training process. The workers agree through a key-value store in rank 0's
-worker. For each attempt it holds why the attempt ended, and how many processes are done and how many have ended.
-"""
+worker. For each attempt it holds why the attempt ended, and how many processes are done and how many have ended."""
 
 import itertools
 import logging

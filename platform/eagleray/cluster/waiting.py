@@ -87,10 +87,12 @@ class Waiting:
         return too_few and all(free[k] >= v for k, v in each) and self._fits()
 
     def _groups(self) -> dict[str, Any]:
-        """Return Ray's table of placement groups. A run's workers are one group: Ray starts all or none of them."""
+        """Return Ray's table of this job's placement groups, whose ids end with the job's. A run's workers are one
+        group: Ray starts all or none of them."""
         from ray.util import placement_group_table
 
-        return placement_group_table()
+        job = self.ray.get_runtime_context().get_job_id()
+        return {name: group for name, group in placement_group_table().items() if name.endswith(job)}
 
     def _placed(self) -> bool:
         """Return whether a group of workers that could be this run's has its resources."""

@@ -13,7 +13,7 @@ from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import from_text, readable, to_text
 from eagleray.data.image_folder import Images
 from eagleray.data.image_list import ImageList, Read, image_list
-from eagleray.data.index_file import NAME, File, Note, ShardFiles, Spare, Tick, load_both
+from eagleray.data.index_file import NAME, File, Note, ShardFiles, Spare, Tick
 from eagleray.data.index_schema import SCHEMA, VERSION
 from eagleray.data.stamps import Verified, short
 from eagleray.data.unchanged import images_tag
@@ -28,11 +28,11 @@ def open_folder(folder: str, spare: Spare, *, note: Note, again: bool, tick: Tic
     """Return the parts of a folder of images as shards, each with the index file that has its rows.
 
     New images are indexed. Raises UserError when an indexed image is gone or has changed."""
-    beside, aside = f"{folder}/{NAME}", index_file.aside(folder, spare)
-    places = [place for place in (beside, aside) if place]
+    places = [place for place in (f"{folder}/{NAME}", index_file.aside(folder, spare)) if place]
     with image_list(folder, note) as images:
         image_folder.list_images(folder, images, note)
-        known = _parts(folder, load_both(beside, aside, again))
+        both = [_parts(folder, index_file.load(place, again)) for place in places]  # not mixed: parts have equal names
+        known = next((k for k in both if k and _is_known(folder, images, k)), next(filter(None, both), []))
         if not again and known and not _is_known(folder, images, known):
             for blob, file in known:
                 images.know(_rows(file, index_file.name(blob)))
@@ -130,11 +130,11 @@ def _index(
             yield Blob(f"{folder}/{name}", sum(row.size for row in rows), tags[-1]), table
 
     try:
-        index_file.save(tables(), places, {names[0]: images.stamp})
+        place = index_file.save(tables(), places, {names[0]: images.stamp})
     finally:  # this machine remembers the images even if no index can be written
         if here:
             Verified(folder).add(marks | {short(images.stamp, *tags)})
-    return _parts(folder, load_both(places[0], places[1] if places[1:] else None, again))
+    return _parts(folder, index_file.load(place, again))
 
 
 def _table(rows: list[Read], labels: Mapping[str, int], here: bool) -> pa.Table:

@@ -171,7 +171,7 @@ def _list_spans(root: str, images: ImageList, left: Sequence[Names], note: Calla
                 found.append(Found(path, blob.size, Stamp(*[short(blob.tag)] * 3)))
             elif is_shard(path) and "/" not in path:
                 others.append(SHARD)
-            elif not _is_hidden(path) and path != INDEX:
+            elif not is_hidden(path) and path != INDEX:
                 others.append(extension(path))
         images.add(found, others, rest)
 
@@ -245,7 +245,7 @@ def _is_image(path: str) -> bool:
     return path.rpartition("/")[2].rpartition(".")[2].lower() in image_extensions()
 
 
-def _is_hidden(path: str) -> bool:
+def is_hidden(path: str) -> bool:
     """Return whether a file is left out silently: a hidden file, a file below a hidden folder, or the object with which
     a store marks a folder."""
     return path.startswith(".") or "/." in path or path.endswith("/")
@@ -253,7 +253,7 @@ def _is_hidden(path: str) -> bool:
 
 def _is_ours(path: str) -> bool:
     """Return whether a path is that of an image that is not hidden, without NUL or surrogates in its name."""
-    return not _is_hidden(path) and _is_image(path) and "\0" not in path and not SURROGATE.search(path)
+    return not is_hidden(path) and _is_image(path) and "\0" not in path and not SURROGATE.search(path)
 
 
 def _checksum(folder: str, path: str, size: int) -> tuple[int | None, str | None]:

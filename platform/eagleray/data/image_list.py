@@ -111,8 +111,8 @@ class ImageList:
             self._db.executemany("INSERT OR REPLACE INTO others VALUES (?, ?)", self.others.items())
 
     def end(self) -> None:
-        """Sort and count the images, after all were added."""
-        self._db.execute("CREATE INDEX IF NOT EXISTS by_hash ON images (hash, path)")
+        """Sort and count the images, after all were added. What a killed command knew of an index is forgotten."""
+        self._db.executescript("CREATE INDEX IF NOT EXISTS by_hash ON images (hash, path); DELETE FROM known")
         self.count, self.bytes = self._db.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM images").fetchone()
 
     @property

@@ -343,7 +343,7 @@ def _folders(
         if new or gone or read:
             scanned = list(_counted(scan_all(new), len(new), tick))
             known |= load_both(beside, aside, again)  # includes what other commands have indexed meanwhile
-            others, changed = known.keys() - names - gone, set(new)
+            others, changed = {n for n in known.keys() - names - gone if not image_folder.is_part(n)}, set(new)
             kept = ((_old_blob(n, known[n], folder), known[n].rows(n)) for n in others)
             same = ((b, known[name(b)].rows(name(b))) for b in mine if b not in changed)
             rows = sorted(itertools.chain(kept, same, scanned), key=lambda row: row[0].url)

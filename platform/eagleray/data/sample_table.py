@@ -159,7 +159,7 @@ def tables_beside(shards: Iterable[Blob], inside: str, wanted: Callable[[About],
     """Yield the tables that `wanted` accepts, complete or not, in the folder `inside` beside some shards. If the shards
     are in several folders, there are none."""
     home, *others = homes(shards)
-    if others:
+    if others or home.startswith(("http://", "https://")):  # web servers list nothing, and nothing was written there
         return
     folders = {b.url.rpartition("/")[0] for b in store(home).walk(f"{home}/{inside}/") if b.url.endswith(f"/{ABOUT}")}
     for folder in sorted(folders):

@@ -2,5 +2,4 @@
 
 Folders, archives and tables go in; shards, their index and their card (dataset.json) come out.
 
-May import: base, config, data, storage.
-"""
+May import: base, config, data, storage."""

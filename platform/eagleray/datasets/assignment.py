@@ -41,8 +41,7 @@ class ShardAssignment:
 def cut_evenly(sizes: NDArray[np.int64], target: int) -> NDArray[np.int64]:
     """Cut N consecutive items of `sizes` (N,) bytes into pieces of about `target` bytes.
 
-    Returns the position of the first item of each piece, followed by N.
-    """
+    Returns the position of the first item of each piece, followed by N."""
     ends = np.cumsum(sizes)
     pieces = max(-(-int(ends[-1]) // target), 1)
     inner = np.searchsorted(ends, ends[-1] * (np.arange(1, pieces) / pieces), "right")

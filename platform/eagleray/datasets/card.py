@@ -32,8 +32,7 @@ def write(folder: str, card: dict[str, Any]) -> None:
 def find(folder: str) -> dict[str, Any] | None:
     """Return the card of a folder of shards, or None if the folder has no dataset.json.
 
-    Raises UserError when dataset.json is not a card written by eagleray.
-    """
+    Raises UserError when dataset.json is not a card written by eagleray."""
     url = f"{folder.rstrip('/')}/{NAME}"
     if (text := store.find(url)) is None:
         return None

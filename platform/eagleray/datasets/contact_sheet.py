@@ -17,11 +17,6 @@ SOURCE = "Source"  # key of the text in a PNG file that names the data
 PAPER = (250, 250, 248)
 
 
-def contact(images: Sequence[NDArray[np.uint8]], path: Path) -> None:
-    """Draw images (H, W, 3) in rows and save the picture."""
-    sheet(images).save(path)
-
-
 def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.Image:
     """Return a picture of images (H, W, 3) in rows, each image uncropped and centred on a square tile."""
     rows = -(-len(images) // columns)
@@ -75,5 +70,4 @@ def _histogram(axes: Any, counts: Sequence[int], edges: Sequence[float], ticks: 
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=LIGHT, linewidth=0.8)
     axes.tick_params(length=0, labelcolor=INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -204,8 +204,7 @@ def _fingerprint(source: SourceFiles) -> str:
 def _read_plan(options: PrepareOptions, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Return the plan that an earlier command left in the destination, or None if there is none.
 
-    Raises UserError when that command had other options or other source files.
-    """
+    Raises UserError when that command had other options or other source files."""
     done = card.find(options.destination)
     if done is not None:
         plan = {"options": done.get("options"), "done": True}

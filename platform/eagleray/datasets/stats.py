@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from eagleray.data.costs import JPEG
 from eagleray.data.file_names import readable
 from eagleray.data.pixels import open_image
 from eagleray.data.tiff import MAGIC
@@ -83,8 +84,9 @@ class ImageStats:
 
 def image_format(data: Data) -> str:
     """Return the format of an image by its name in PIL, detected from the bytes of the file."""
-    if bytes(data[:4]) in MAGIC:  # PIL does not open every TIFF, as a TIFF may have any number of channels
-        return "TIFF"
+    start = bytes(data[:4])  # PIL opens neither every TIFF, which may have any number of channels, nor every JPEG
+    if kind := "TIFF" if start in MAGIC else "JPEG" if start.startswith(JPEG) else "":
+        return kind
     with open_image(data) as image:
         return str(image.format)
 

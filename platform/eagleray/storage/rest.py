@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from eagleray.storage.http_body import READ_TIMEOUT, with_floor
@@ -12,6 +12,7 @@ from eagleray.storage.remote import Refused, RemoteStore
 CONNECTIONS = 32
 CONNECT_TIMEOUT = 10  # seconds
 LINE = 2**16  # most bytes that are read of an error's body
+SENT = 2**19  # bytes of a body that are sent at once: urllib3 limits the time of each such call by CONNECT_TIMEOUT
 
 
 class Pools:
@@ -30,7 +31,8 @@ class Pools:
             if proxy not in self._pools:
                 login = urlsplit(proxy)
                 headers = make_headers(
-                    proxy_basic_auth=f"{login.username}:{login.password}" if login.password else None
+                    proxy_basic_auth=unquote(f"{login.username}:{login.password}") if login.password else None,
+                    proxy_basic_auth_encoding="utf-8",
                 )
                 options: dict[str, Any] = {"maxsize": CONNECTIONS, "headers": {"User-Agent": "eagleray"}}
                 manager = ProxyManager(proxy, proxy_headers=headers, **options) if proxy else PoolManager(**options)
@@ -65,8 +67,8 @@ class RestStore(RemoteStore):
         response = self.pools.to(address).request(
             method,
             address,
-            body=body,
-            headers=dict(headers),
+            body=body and (body[at : at + SENT] for at in range(0, len(body), SENT)),
+            headers=dict(headers) if body is None else {**headers, "Content-Length": str(len(body))},
             timeout=Timeout(connect=CONNECT_TIMEOUT, read=READ_TIMEOUT),
             retries=False,
             redirect=False,

@@ -1,5 +1,6 @@
 """Reads and writes s3:// URLs on any S3-compatible server through boto3, with the usual AWS settings only."""
 
+import io
 import os
 import threading
 import uuid
@@ -75,6 +76,8 @@ class S3Store(RemoteStore):
         client = None
         try:
             client = self.client()
+            if "Body" in request:  # botocore sends bytes in one call, which must end within its connect_timeout
+                request["Body"] = io.BytesIO(request["Body"])
             with understood("an answer"):
                 return getattr(client, operation)(**request)  # type: ignore[no-any-return]
         except boto.ClientError as e:

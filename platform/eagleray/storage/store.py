@@ -129,10 +129,13 @@ class LocalStore:
         try:
             part.write_bytes(data)
             sync_file(part)
-            os.link(part, path)  # the file is complete as soon as it has its name
+            try:
+                os.link(part, path)  # the file is complete as soon as it has its name
+            except OSError:
+                if path.exists():
+                    return path.read_bytes() == data
+                part.replace(path)  # a file system without links
             sync_folder(path.parent)
-        except FileExistsError:
-            return path.read_bytes() == data
         finally:
             part.unlink(missing_ok=True)
         return True

@@ -81,8 +81,7 @@ def read_csv(url: str, delimiter: str = ",") -> list[dict[str, str]]:
 def missing_error(url: str, expected: str) -> UserError:
     """Return the error for a folder in which the expected files are missing.
 
-    If the folder holds a compressed archive, the message adds that it must be unpacked.
-    """
+    If the folder holds a compressed archive, the message adds that it must be unpacked."""
     blobs = list_folder(url)
     if not blobs and not store.may_exist(url):
         return UserError(f"{url}: no such file or folder")

@@ -21,8 +21,7 @@ CALTECH, TRAIN_IMAGES = "101_ObjectCategories", 30
 def folder(options: PrepareOptions) -> SourceFiles:
     """Find all images in a folder and its subfolders.
 
-    The direct subfolders are the classes if there are at least two and every image is in one of them.
-    """
+    The direct subfolders are the classes if there are at least two and every image is in one of them."""
     blobs, unread = _find(options.origin)
     if not blobs:
         raise files.missing_error(options.origin, "a folder with images in it or below it")
@@ -43,9 +42,9 @@ def _find(root: str) -> tuple[list[Blob], str]:
     blobs, others = [], Counter[str]()
     for blob in files.list_tree(root):
         path = files.relative_path(blob, root)
-        if is_image(blob.url):
+        if is_image(path) and not image_folder.is_hidden(path):
             blobs.append(blob)
-        elif not path.startswith(".") and "/." not in path and path != INDEX:
+        elif not image_folder.is_hidden(path) and path != INDEX:
             others[image_folder.extension(path)] += 1
     return blobs, image_folder.said(others)
 

@@ -22,8 +22,7 @@ MAKES = range(1, 197)
 def flowers(options: PrepareOptions) -> SourceFiles:
     """Find jpg/, imagelabels.mat and setid.mat.
 
-    As is usual, the default split joins the two small splits, train and val.
-    """
+    As is usual, the default split joins the two small splits, train and val."""
 
     def rows(numbers: Blob, split: Blob) -> Rows:
         labels = matlab.read_numbers(numbers.url, ["labels"], range(1, 103))[0]

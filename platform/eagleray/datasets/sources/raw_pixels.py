@@ -48,8 +48,7 @@ def cifar_10(options: PrepareOptions) -> SourceFiles:
 def cifar_100(options: PrepareOptions) -> SourceFiles:
     """Find the file of a split of CIFAR-100.
 
-    The labels are the 100 fine classes. The 20 coarse classes, which precede them in each record, are skipped.
-    """
+    The labels are the 100 fine classes. The 20 coarse classes, which precede them in each record, are skipped."""
     return _cifar(options.origin, "cifar-100", [f"{options.split}.bin"], "fine_label_names.txt", labels=2, classes=100)
 
 
