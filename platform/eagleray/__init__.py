@@ -1,8 +1,7 @@
 """Eagleray pretrains vision transformers without labels, straight from WebDataset shards or a folder of images.
 
 The functions of the command line are here under the names that they have there, and raise UserError where the command
-line prints `error: ...`. Everything is imported when it is first used, so `import eagleray` costs nothing.
-"""
+line prints `error: ...`. Everything is imported when it is first used, so `import eagleray` costs nothing."""
 
 import importlib
 from typing import Any

@@ -2,5 +2,4 @@
 
 They take and return plain values, and know nothing of runs, recipes or images.
 
-May import: nothing of eagleray.
-"""
+May import: nothing of eagleray."""

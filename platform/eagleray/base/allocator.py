@@ -14,8 +14,7 @@ def keep_freed_memory() -> bool:
     """Make glibc reuse the memory of freed tensors instead of returning it to the system.
 
     By default glibc returns every large block to the system. Each step then asks for the same pages again, and the
-    system fills them with zeros again. Returns whether the C library is glibc and has accepted the settings.
-    """
+    system fills them with zeros again. Returns whether the C library is glibc and has accepted the settings."""
     mallopt = _of_glibc("mallopt")
     return mallopt is not None and all(mallopt(*setting) == 1 for setting in (MMAPS, TRIM))
 
