@@ -98,6 +98,7 @@ def untracked_runs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "tracking_of", lambda *_: Tracking("none"))
+        patch.setattr(api, "send_report", lambda *_: None)
         patch.setattr(plots, "draw", lambda *_: None)
         patch.setattr(evaluations, "draw_neighbours", lambda *_: None)
         yield
