@@ -17,7 +17,9 @@ from eagleray.base.errors import UserError
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.layouts import Layout, recognise
+from eagleray.models.readings import shaped
 from eagleray.models.weights import Weights, fill
+from eagleray.runs.restore import pretrained
 
 State = dict[str, Tensor]
 
@@ -209,6 +211,12 @@ def test_the_attention_heads_of_moco_v3_are_checked(tmp_path: Path):
         fill(backbone(VIT, {}), exported(layout))
 
 
+def test_attention_heads_are_checked_in_evaluations_and_fine_tuning(tmp_path: Path):
+    torch.save(moco_v3(backbone(VIT, TWELVE | {"depth": 1}).model.state_dict()), tmp_path / "theirs.pth")
+    with pytest.raises(UserError, match=r"has 12 attention heads in the weights, but 6 in the model"):
+        fill(backbone(VIT, {"depth": 1}), pretrained(str(tmp_path / "theirs.pth")))
+
+
 def test_options_of_training_scripts_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """MoBY's checkpoints hold a CfgNode of yacs, which is not installed here."""
     module: Any = types.ModuleType("yacs.config")
@@ -368,6 +376,23 @@ def test_positions_for_registers_are_added():
     assert report.missing == ["reg_token"]
     table, own = theirs.model.pos_embed, ours.model.pos_embed
     torch.testing.assert_close(own, torch.cat([table[:, :1], torch.zeros(1, 2, 24), table[:, 1:]], 1))
+
+
+def test_as_many_registers_as_patches_are_added():
+    """The table without registers has as many rows as the other one has prefix tokens."""
+    options = REG | {"img_size": 28}
+    theirs, ours = backbone(VIT, options, seed=1), backbone(VIT, options | {"reg_tokens": 4})
+    assert fill(ours, plain(theirs.model.state_dict()), whole=True).resized == ["pos_embed 1x9x24 of 1x5x24"]
+    table, own = theirs.model.pos_embed, ours.model.pos_embed
+    torch.testing.assert_close(own, torch.cat([table[:, :1], torch.zeros(1, 4, 24), table[:, 1:]], 1))
+
+
+def test_positions_by_row_and_column_are_resampled():
+    """Those of SAM and VOLO; NesT's positions of blocks and of the patches inside are not."""
+    table, own = torch.full((1, 4, 4, 24), 0.5), torch.zeros(1, 2, 2, 24)
+    resampled = shaped(None, "pos_embed", table, {"pos_embed": own})
+    torch.testing.assert_close(resampled, torch.full((1, 2, 2, 24), 0.5))
+    assert shaped(None, "levels.0.pos_embed", table, {"levels.0.pos_embed": own}) is None
 
 
 def test_patches_of_another_size_are_resampled():

@@ -160,6 +160,13 @@ def test_the_report_names_every_key(tmp_path: Path):
     assert sorted(keys) == sorted([*network().model.state_dict(), "head.weight"])
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(kind: torch.dtype, tmp_path: Path):
+    state, key = network(seed=1).model.state_dict(), "blocks.0.mlp.fc1.weight"
+    source = stored(tmp_path, state | {key: state[key].to(kind)}, "w.safetensors")
+    assert f"{key} is quantised ({kind}); expected 16 bits or more" in refused(source, network())
+
+
 def test_another_architecture_is_refused(tmp_path: Path):
     deeper, wider = network(options={"depth": 3}), network(options={"embed_dim": 48})
     source = stored(tmp_path, network(seed=1).model.state_dict())
@@ -313,6 +320,7 @@ def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert sources.absolute("s3://bucket/runs/a") == "s3://bucket/runs/a"
     assert sources.absolute("runs/a") == str(tmp_path / "runs" / "a")
+    assert sources.absolute(f"file://{tmp_path}/a.pth") == str(tmp_path / "a.pth")
     (tmp_path / "resnet50").mkdir()
     assert sources.absolute("resnet50") == str(tmp_path / "resnet50")
     assert sources.absolute("resnet18") == "timm:resnet18"

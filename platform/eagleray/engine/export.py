@@ -51,12 +51,7 @@ with torch.inference_mode():
 """
 
 
-def to_timm(
-    backbone: Backbone,
-    network: Network,
-    folder: Path,
-    preprocessing: Preprocessing | None = None,
-) -> Path:
+def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: Preprocessing | None = None) -> Path:
     """Write `backbone.safetensors` and `backbone.json`, which says how to create the model. If timm can build it, also
     write `config.json`, from which timm creates it.
 

@@ -108,11 +108,7 @@ def param_groups(
     shares = [deep.get(n, 1.0) for n, _ in named]
     rows = list(zip(named, decayed, stills, shares, strict=True))
     return [
-        {
-            "params": [p for (_, p), *kind in rows if kind == [keep, still, share]],
-            "decay": keep,
-            "weight_decay": 0.0,
-        }
+        {"params": [p for (_, p), *kind in rows if kind == [keep, still, share]], "decay": keep, "weight_decay": 0.0}
         | ({"constant_lr": constant_lr} if still else {})
         | ({"lr_scale": share * (1.0 if keep else undecayed_lr_scale)} if scaled else {})
         for still in ((False, True) if constant else (False,))

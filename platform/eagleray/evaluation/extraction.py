@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagleray.base import devices
+from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
 from eagleray.data.digests import data_digest
@@ -33,10 +34,14 @@ class Task:
     how: Extraction
     kinds: Sequence[str] = ()  # types of features to extract
     number: int = 0  # index of the worker's share; shares are in the order of the samples
+    data: str = ""  # digest of the shards at the URL, which a worker compares; empty: they are not compared
 
     def open(self) -> Index:
-        """Open the index of the shards with the images."""
-        return open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
+        """Open the index of the shards with the images. Raises UserError when `data` is the digest of others."""
+        index = open_index(self.url, self.inputs.spare or None, note=lambda _: None, channels=self.inputs.channels)
+        if self.data and self.data != data_digest(index, self.samples[:0]):
+            raise UserError(f"{self.url}: the data changed meanwhile; the same command begins anew")
+        return index
 
     def key(self, here: torch.device) -> tuple[object, ...]:
         """Return the settings that decide on features, without backbone, images and type. For `here` see
@@ -79,7 +84,7 @@ def features(
         with progress_bar("images") as progress:
             tick = functools.partial(progress.advance, progress.add_task("features", total=len(task.samples), rate=""))
             if workers:
-                tasks = task.shares(missing, workers)
+                tasks = replace(task, data=data_digest(index, task.samples[:0])).shares(missing, workers)
                 parts = ray_map(share, tasks, workers=workers, gpus=task.inputs.gpus)
                 return join_shares(report_progress(parts, tick))
             return extract_features(

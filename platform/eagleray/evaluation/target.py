@@ -20,6 +20,7 @@ from eagleray.evaluation import results
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import weights
 from eagleray.models.backbone import Backbone
+from eagleray.models.batch_norm import group_batch_norms
 from eagleray.models.network import HF, TIMM, Network
 from eagleray.models.pixels import OURS, Pixels, conversion, first_convolution
 from eagleray.models.token_linear import on_device
@@ -157,6 +158,7 @@ def _load(source: str, architecture: str | None, *, fresh: bool) -> Target:
                 raise UserError(f"{e}; {advice}") from None
         raise
     backbone = build_method(recipe).export() if fresh else method.export()
+    group_batch_norms(backbone, None)  # protocols that train it have other batches, and may freeze or synchronise norms
     run = source if store.may_be_folder(source) else str(folder)
     run_store(run).fetch()
     return Target(source, backbone, recipe.backbone, recipe.evaluate, recipe, run, channels=recipe.data.channels)

@@ -195,15 +195,15 @@ class GroupedBatchNorm(nn.modules.batchnorm._NormBase):
 def group_batch_norms(module: nn.Module, group: int | None) -> None:
     """Turn every batch norm of a module, in place, into one over groups of images, with the same weights and buffers.
 
-    `group` is the number of images in a group; None changes nothing. Raises UserError for a kind of batch norm other
-    than PyTorch's 1d and 2d."""
-    if group is None:
-        return
+    `group` is the number of images in a group; None turns grouped norms into what they were. Raises UserError for a
+    kind of batch norm other than PyTorch's 1d and 2d."""
     for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+        if group is None and isinstance(child, GroupedBatchNorm):
+            child.__class__ = child.plain  # type: ignore[assignment]
+        elif group and isinstance(child, nn.modules.batchnorm._BatchNorm):
             if type(child) not in (nn.BatchNorm1d, nn.BatchNorm2d):
                 raise UserError(f"method.norm_group={group}: the backbone's {type(child).__name__} cannot be grouped")
-            child.__class__ = GroupedBatchNorm  # type: ignore[assignment]  # only `forward` changes
+            child.__class__, child.plain = GroupedBatchNorm, type(child)  # type: ignore[assignment]
             child.group = group  # type: ignore[assignment]
 
 

@@ -24,11 +24,7 @@ class Corruption(NamedTuple):
 
 
 def corrupt(
-    grid: tuple[int, int],
-    shares: tuple[float, float, float],
-    rows: tuple[int, ...],
-    seed: int,
-    device: torch.device,
+    grid: tuple[int, int], shares: tuple[float, float, float], rows: tuple[int, ...], seed: int, device: torch.device
 ) -> Corruption:
     """Draw the corruption of each image of this rank, the same for any number of ranks (`rows`: images of each rank).
 

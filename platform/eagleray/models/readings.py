@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
+from timm import layers
 from torch import Tensor, nn
 
 from eagleray.models.tensor_files import State, unwrap_name
@@ -201,12 +201,14 @@ def shaped(model: Any, key: str, value: Tensor, own: Mapping[str, Tensor]) -> Te
     if not has_any_size(key) or value.ndim != len(want):
         return None
     if key.endswith(PATCHES):
-        return resample_patch_embed(value, list(want[2:])) if value.shape[:2] == want[:2] else None
+        return layers.resample_patch_embed(value, list(want[2:])) if value.shape[:2] == want[:2] else None
     if value.shape[-1] != want[-1]:
         return None
     if key.endswith(TABLE):
         window = model.get_submodule(key.rpartition(".")[0]).window_size
-        return resize_rel_pos_bias_table(value, new_window_size=window, new_bias_shape=tuple(want))
+        return layers.resize_rel_pos_bias_table(value, new_window_size=window, new_bias_shape=tuple(want))
+    if len(want) == 4:  # (1, h, w, D), as in SAM and VOLO; below the top level, axes have other meanings
+        return layers.resample_abs_pos_embed_nhwc(value, list(want[1:3])) if key == POSITIONS else None
     return _positions(value, list(model.patch_embed.grid_size), want[1])
 
 
@@ -216,13 +218,13 @@ def _positions(table: Tensor, grid: list[int], rows: int) -> Tensor | None:
     Returns None when the table's patches form no square. The class token comes first; a prefix token that the table
     lacks gets the position zero."""
     prefix = rows - math.prod(grid)
-    had = next((p for p in (prefix, 1, 0) if math.isqrt(table.shape[1] - p) ** 2 == table.shape[1] - p), None)
+    had = next((p for p in (prefix, 1, 0) if (n := table.shape[1] - p) > 0 and math.isqrt(n) ** 2 == n), None)
     if had is None:
         return None
     if had != prefix:
         zeros = table.new_zeros(1, max(prefix - had, 0), table.shape[2])
         table = torch.cat([table[:, : min(had, prefix)], zeros, table[:, had:]], 1)
-    return resample_abs_pos_embed(table, new_size=grid, num_prefix_tokens=prefix)
+    return layers.resample_abs_pos_embed(table, new_size=grid, num_prefix_tokens=prefix)
 
 
 def without_class_position(model: Any, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

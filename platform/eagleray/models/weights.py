@@ -109,6 +109,8 @@ def fill(backbone: Backbone, weights: Weights, *, whole: bool = False) -> FillRe
     place, state, others = best(weights.places or {"": weights.state}, model)
     moved = without_class_position(model, state, own)
     fitted = {k: v for k, v in ((k, shaped(model, k, v, own)) for k, v in moved.items()) if v is not None}
+    if packed := next((k for k, v in fitted.items() if own[k].is_floating_point() and v.itemsize < 2), ""):
+        raise UserError(f"{weights.given}: {packed} is quantised ({fitted[packed].dtype}); expected 16 bits or more")
     check_finite(weights, fitted)
     resized = [k for k in fitted if fitted[k].shape != state[k].shape]
     used = {id(state[k]) for k in fitted}

@@ -13,7 +13,7 @@ from eagleray.engine import checkpoint
 from eagleray.engine.export import read_export
 from eagleray.engine.export_files import export_in
 from eagleray.methods.method import Method
-from eagleray.models import weights
+from eagleray.models import layouts, weights
 from eagleray.models.backbone import Backbone
 from eagleray.models.lora import merge
 from eagleray.models.network import HF, TIMM
@@ -127,7 +127,7 @@ def pretrained(source: str) -> Weights:
     if file := export_in(source):
         return weights.from_module(source, read_export(file).backbone.model)
     if (tensors := file_tensors(source, KEY)) is not None:
-        return weights.from_tensors(source, tensors)
+        return weights.from_tensors(source, tensors)._replace(heads=getattr(layouts.recognise(tensors), "heads", {}))
     return weights.from_module(source, restore(source).method.export().model)
 
 

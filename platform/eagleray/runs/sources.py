@@ -20,7 +20,7 @@ FILES = (".pth", ".pt", ".ckpt", ".bin", ".tar", ".pkl", ".npz", ".safetensors")
 
 def absolute(source: str) -> str:
     """Return a source of weights that means the same in any working folder: a name, a URL or an absolute path."""
-    if is_public(source) or "://" in source:
+    if is_public(source) or store.is_remote(source):
         return source
     path = Path(source)
     if len(path.parts) == 1 and path.suffix not in FILES and not path.exists() and has_model(source):

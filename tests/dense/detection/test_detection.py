@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.layers import DropPath
 from torchvision.ops import box_iou
 
 from eagleray.base.errors import UserError
@@ -84,6 +85,14 @@ def detector(*, cascade: bool, classes: int = 3) -> Any:
     torch.manual_seed(0)
     pyramid = FeaturePyramid(resnet(), channels=16)
     return heads.mask_rcnn(pyramid, classes, cascade=cascade, sizes=(64,), longest=96, anchor=4, regions=16)
+
+
+def test_nothing_is_dropped_unless_the_schedule_says_so():
+    """Whatever the pretraining has dropped of the network that it exports."""
+    backbone = Backbone("vit_tiny_patch16_224", drop_path=0.5, options={**VIT, "patch_drop_rate": 0.5})
+    net = protocol.build(backbone, 2, training.DetectionSchedule(drop_path=0.0, channels=8))
+    assert not any(isinstance(m, DropPath) for m in net.modules())
+    assert backbone.model.patch_drop.prob == 0
 
 
 @pytest.mark.parametrize("cascade", [False, True])
@@ -223,6 +232,18 @@ def test_classes_count_from_1_whatever_their_ids(coco: Path):
     split = data.Coco.of(coco, "train")
     assert list(split.categories) == [3, 70]
     assert [split[i].target["labels"].tolist() for i in range(3)] == [[1], [2], [1]]
+
+
+def test_ids_of_images_may_be_texts(coco: Path):
+    file = coco / "annotations" / "instances_val.json"
+    tree = json.loads(file.read_text())
+    for rows, key in ((tree["images"], "id"), (tree["annotations"], "image_id")):
+        for row in rows:
+            row[key] = f"frame {row[key]}"
+    file.write_text(json.dumps(tree))
+    split = data.Coco.of(coco, "val")
+    right = scoring.scores(split.tree, perfect(split))
+    assert right["detection/box_ap"] == right["detection/mask_ap"] == pytest.approx(100)
 
 
 def test_what_is_predicted_in_our_terms_is_found_in_cocos(coco: Path):

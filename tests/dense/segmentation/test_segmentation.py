@@ -216,6 +216,16 @@ def test_three_layouts_are_read(tmp_path: Path, plain: Path):
     assert Masks.of(folder).classes == ("wall", "building")
 
 
+def test_a_list_of_classes_may_begin_with_a_byte_order_mark(plain: Path):
+    (plain / "classes.txt").write_text("void\nsquare\nvélo\n", "utf-8-sig")
+    masks = Masks.of(plain)
+    assert masks.classes == ("square", "vélo")
+    assert masks.read(masks.val[0])[1].unique().tolist() == [0, IGNORED]
+    (plain / "classes.txt").write_text("void\nsquare\nvélo\n", "latin-1")
+    with pytest.raises(UserError, match=r"classes\.txt: not UTF-8 text"):
+        Masks.of(plain)
+
+
 def spoilt(folder: Path, how: str) -> None:
     image, mask = folder / "images/train/s0.png", folder / "masks/train/s0.png"
     if how == "no mask":

@@ -239,6 +239,11 @@ def test_what_is_not_there(tmp_path: Path):
     frame.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"00000\.jpg: cannot be read"):
         module.read_frame(frame)
+    whole = first.read_bytes()
+    at = whole.index(b"IDAT")
+    first.write_bytes(whole[: at - 4] + (9).to_bytes(4) + whole[at : at + 13] + bytes(100))  # zeros after some pixels
+    with pytest.raises(UserError, match=r"00000\.png: cannot be read"):
+        module.read_mask(first, binary=False)
     (root / "ImageSets/2017/val.txt").write_text("squares\ncircles\n")
     with pytest.raises(UserError, match="circles: expected three frames or more, found 0"):
         videos(root, "val")

@@ -60,10 +60,9 @@ class Coco(Dataset[Example]):
         if file is None:
             raise UserError(f"--coco {folder}: has neither {names[0]} nor {names[1]}")
         tree = load_annotations(file)
-        positions = {image["id"]: i for i, image in enumerate(tree["images"])}
-        objects: list[list[dict[str, Any]]] = [[] for _ in positions]
+        objects: list[list[dict[str, Any]]] = [[] for _ in tree["images"]]
         for annotation in tree["annotations"]:
-            objects[positions[annotation["image_id"]]].append(annotation)
+            objects[annotation["image_id"] - 1].append(annotation)
         categories = {c["id"]: c["name"] for c in sorted(tree["categories"], key=lambda c: c["id"])}
         return cls(file, tree, image_paths(folder, split, file, tree["images"]), objects, categories)
 
@@ -170,17 +169,18 @@ def read_image(path: Path) -> Tensor:
 
 
 def load_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read a COCO file, and number its annotations from 1: in COCO's evaluation code, the id 0 means "no annotation".
+    """Read a COCO file, and number its images and annotations from 1, as COCO's code needs: no texts and no id 0.
 
     Raises UserError, which names the first problem, when the file is not valid."""
     with explained(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError):
         tree = json.loads(file.read_text())
     for problem in problems(tree):
         raise UserError(f"{file}: {problem}")
-    sizes = {i["id"]: (i["height"], i["width"]) for i in tree["images"]}
+    images = {i["id"]: (number, i["height"], i["width"]) for number, i in enumerate(tree["images"], 1)}
     for number, a in enumerate(tree["annotations"], 1):
-        a["id"], a["iscrowd"] = number, int(a.get("iscrowd", 0))
-        a.setdefault("area", area(a["segmentation"], *sizes[a["image_id"]]))
+        a["id"], a["iscrowd"], (a["image_id"], *size) = number, int(a.get("iscrowd", 0)), images[a["image_id"]]
+        a.setdefault("area", area(a["segmentation"], *size))
+    tree["images"] = [image | {"id": number} for number, image in enumerate(tree["images"], 1)]
     return {key: tree[key] for key in KEYS}
 
 

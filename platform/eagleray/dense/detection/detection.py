@@ -82,8 +82,7 @@ def build(backbone: Backbone, classes: int, settings: DetectionSchedule) -> nn.M
     """Return a detector for this number of classes, on the backbone's device. The backbone becomes a part of it.
 
     Raises UserError when the backbone's maps do not fit a feature pyramid, or when a setting needs a ResNet."""
-    if settings.drop_path:
-        set_drop_path(backbone.model, settings.drop_path)
+    set_drop_path(backbone.model, settings.drop_path)
     if settings.frozen:
         freeze(backbone)
     device = next(backbone.parameters()).device

@@ -119,13 +119,7 @@ def mask_rcnn(
     anchors = AnchorGenerator(tuple((anchor * s,) for s in pyramid.strides), (RATIOS,) * len(pyramid.strides))
     stages = [
         roi_heads(
-            pyramid,
-            classes,
-            s,
-            regions,
-            shared=cascade and not convolutions,
-            parts=parts,
-            convolutions=convolutions,
+            pyramid, classes, s, regions, shared=cascade and not convolutions, parts=parts, convolutions=convolutions
         )
         for s in (STAGES if cascade else STAGES[:1])
     ]
@@ -222,11 +216,7 @@ class Cascade(nn.Module):
         self.stages: Any = nn.ModuleList(stages)
 
     def forward(
-        self,
-        features: dict[str, Tensor],
-        proposals: list[Tensor],
-        shapes: Shapes,
-        targets: Targets = None,
+        self, features: dict[str, Tensor], proposals: list[Tensor], shapes: Shapes, targets: Targets = None
     ) -> tuple[list[dict[str, Tensor]], Losses]:
         if self.training:
             return [], self.losses(features, proposals, shapes, targets)

@@ -31,11 +31,7 @@ WIDEST = 4  # largest long side relative to `size`, as in mmsegmentation's (2048
 RATIOS = (0.5, 2.0)  # range of the short side in training, relative to `size`
 LARGEST, TRIES = 0.75, 10  # largest share of one class in a crop; largest number of attempts to draw such a crop
 # Ranges of the factors of brightness and saturation, and of the shift of the hue; each applies to half of the images.
-JITTER = (
-    (photometric.brightness, 0.875, 1.125),
-    (photometric.saturation, 0.5, 1.5),
-    (photometric.hue, -0.1, 0.1),
-)
+JITTER = ((photometric.brightness, 0.875, 1.125), (photometric.saturation, 0.5, 1.5), (photometric.hue, -0.1, 0.1))
 
 
 class Layout(NamedTuple):
@@ -129,7 +125,8 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
 def class_names(folder: Path) -> list[str]:
     """Return the class names in classes.txt, one in each line, or in ADE20K's list; none if there is no such file."""
     if (path := folder / "classes.txt").is_file():
-        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        with explained(f"{path}: not UTF-8 text", UnicodeDecodeError, why=False):
+            return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     if (path := folder / "objectInfo150.txt").is_file():
         return [line.split("\t")[-1].split(",")[0].strip() for line in path.read_text().splitlines()[1:]]
     return []

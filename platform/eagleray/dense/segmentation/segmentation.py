@@ -188,12 +188,7 @@ def poly(step: int, steps: int, lr: float) -> float:
 
 
 def report(
-    net: Segmenter,
-    masks: Masks,
-    settings: dict[str, Any],
-    workspace: Workspace,
-    *,
-    multi_scale: bool,
+    net: Segmenter, masks: Masks, settings: dict[str, Any], workspace: Workspace, *, multi_scale: bool
 ) -> Outcome:
     """Score the network on the validation images, write a table of the scores of each class, and draw some images.
 

@@ -12,12 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.swin_transformer import (
-    SwinTransformer,
-    SwinTransformerBlock,
-    checkpoint_filter_fn,
-    window_partition,
-)
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn, window_partition
 from torch import Tensor, nn
 
 from eagleray.base.autocast import product_dtype
