@@ -249,6 +249,20 @@ def test_after_a_kill_at_any_change_of_a_file_the_same_command_completes(
     assert not [name for name in wanted["files"] if "export" in name or "pictures" in name or "summary" in name]
 
 
+def test_no_copy_on_this_machine_shows_a_forgotten_image(data: Path, tmp_path: Path, bucket: CountingBucket):
+    """A report of the run would show it again, and store its page with the run."""
+    out = "s3://runs/out"
+    pretrain(data, out, "max_steps=7")
+    store.put_bytes(f"{out}/pictures/knn.png", b"")
+    page = run_store(out).fetch(layout.PICTURES) / "report.html"
+    page.touch()
+    assert (picture := page.parent / "pictures" / "knn.png").exists()
+    eagleray.forget(out, listing(tmp_path, first_used_in(uses(out), 8)))
+    run_store(out).fetch(layout.PICTURES)
+    assert not page.exists()
+    assert not picture.exists()
+
+
 def test_an_image_that_no_step_has_used_is_only_recorded(data: Path, tmp_path: Path):
     out = str(tmp_path / "out")
     pretrain(data, out, "max_steps=7")

@@ -228,6 +228,14 @@ def test_the_order_of_the_samples_changes_no_more_than_the_names_of_clusters(
     pandas.testing.assert_frame_equal(one[same], two[same], atol=1e-5)
 
 
+def test_a_stage_that_another_command_has_cleared_is_computed_again(tmp_path: Path) -> None:
+    first, second = Stages(str(tmp_path)), Stages(str(tmp_path))
+    first.save("nearest-000000", rows=np.arange(3))
+    assert second.before == {"nearest-000000"}
+    first.clear()  # at the end of the first command
+    assert second.load("nearest-000000") is None
+
+
 def test_what_was_killed_after_any_stage_continues_to_the_same_bytes(
     features: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

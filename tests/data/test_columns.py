@@ -91,6 +91,14 @@ def test_excluded_samples(data: Path, tmp_path: Path):
     assert np.flatnonzero(weights({"url": str(data), "exclude": of_shard}) == 0).tolist() == [7]
 
 
+def test_shards_of_a_list_hold_when_a_folder_of_images_grows(tmp_path: Path):
+    """The folder then has more parts, with other numbers than in the table from which the list was made."""
+    gone = table(tmp_path / "gone.parquet", key=["a/1.jpg", "b/2.jpg", "s1"], shard=[".000001", ".", "x-000.tar"])
+    shards = [".000003", "x-001.tar", "x-000.tar", "."]
+    samples = pa.table({"key": ["b/2.jpg", "s1", "s1", "a/1.jpg"], "shard": shards})
+    assert columns.Table(gone).rows_of(samples).to_pylist() == [1, None, 2, 0]
+
+
 def test_it_is_counted_why_samples_are_left_out(data: Path, tmp_path: Path):
     """A sample counts once: excluded, then by `where`, then by its weight."""
     index = opened({"url": str(data)})

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import eagleray
+from eagleray.base.errors import UserError
 from eagleray.data import pixels
 from eagleray.data.decode import BadImage, decode
+from eagleray.data.index import open_index
 from eagleray.data.pixels import NO_HEIC, NOT_READ, image_extensions, read_pixels
 
 ORIENTATION = 274
@@ -108,6 +110,18 @@ def test_heic_without_its_package_is_left_out_with_the_reason(tmp_path: Path, mo
     card = eagleray.prepare("folder", photos, tmp_path / "out", workers=0)
     assert card["images"] == 1
     assert card["dropped"] == {NO_HEIC: {"count": 1, "examples": ["b"]}}
+
+
+def test_indexed_heic_is_not_gone_where_its_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = image_extensions() - pixels.HEIC_EXTENSIONS
+    for name in ("a.jpg", "b.HEIC"):
+        (tmp_path / name).write_bytes(jpeg(1))
+    monkeypatch.setattr("eagleray.data.image_folder.image_extensions", lambda: known | {"heic"})
+    assert len(open_index(str(tmp_path), note=lambda _: None)) == 2
+    for module in ("image_folder", "folder_index"):
+        monkeypatch.setattr(f"eagleray.data.{module}.image_extensions", lambda: known)
+    with pytest.raises(UserError, match=f"b.HEIC: is indexed, but this machine does not read {NO_HEIC}$"):
+        open_index(str(tmp_path), note=lambda _: None)
 
 
 def test_heic_in_a_tar_is_indexed(tmp_path: Path) -> None:

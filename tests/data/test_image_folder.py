@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def test_new_images_are_indexed_and_others_are_known(photos: Path):
     assert len(index) == IMAGES + 1
     assert notes == [f"indexing {IMAGES + 1} images of {photos}; not read: 1 .csv, 1 .txt"]
     assert set(before.crc.tolist()) < set(index.crc.tolist())
+
+
+def test_loader_processes_read_the_index_that_was_opened(photos: Path):
+    """A run starts loader processes for each evaluation; another command may have indexed new images meanwhile."""
+    index = opened(photos)[0]
+    keys = keys_of(index)
+    for number in range(8):
+        shutil.copy(photos / "a" / "00.jpg", photos / "a" / f"new-{number}.jpg")
+    assert len(opened(photos)[0]) == IMAGES + 8
+    assert keys_of(pickle.loads(pickle.dumps(index))) == keys
 
 
 @pytest.mark.parametrize("harm", ["is gone", "has changed"])

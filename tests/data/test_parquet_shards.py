@@ -25,6 +25,7 @@ from eagleray.base.errors import UserError
 from eagleray.config.source import Source
 from eagleray.config.view import View
 from eagleray.data import index_file, parquet_blocks, parquet_shard
+from eagleray.data.blocks import Block, Fetcher
 from eagleray.data.decode import decode
 from eagleray.data.index import Index, open_index, write_index
 from eagleray.data.index_faults import faults_of
@@ -34,6 +35,7 @@ from eagleray.protocols.probes import class_names
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
 from eagleray.storage.block_cache import Cache
+from eagleray.storage.store import LocalStore
 from eagleray.views.sampling import Views
 
 VIEWS = Views.of([View(size=16, count=2, blur=0.5)])
@@ -282,6 +284,25 @@ def test_a_changed_file_is_refused_and_one_that_changes_later_is_broken_samples(
     [step] = Stream(index, VIEWS, 7, 6, 12).parts(range(6), start=0, stop=1)
     assert "no usable image is left in a whole lane of the data" in str(step.error)
     assert "its bytes have changed since it was indexed" in str(step.error)
+
+
+def test_bytes_that_changed_on_the_way_are_read_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Although lanes share the unpacked images of a block while they use them."""
+    write_hub(tmp_path / "x.parquet", pictures(0, 36), compression="zstd")
+    index, honest, reads = opened(str(tmp_path)), LocalStore.read, list[int]()
+    wanted = images(index)
+
+    def read(self: LocalStore, url: str, start: int, length: int, **more: Any) -> memoryview:
+        data = honest(self, url, start, length, **more)
+        if not reads:
+            data[length // 2] ^= 255
+        reads.append(length)
+        return data
+
+    monkeypatch.setattr(LocalStore, "read", read)
+    block = Block(Fetcher(index, cache=None), np.arange(36))
+    assert [bytes(block.bytes(sample)) for sample in range(36)] == wanted
+    assert len(reads) == 2
 
 
 def test_a_moved_folder_is_known_and_a_file_that_went_is_missed(tmp_path: Path):

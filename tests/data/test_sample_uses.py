@@ -1,20 +1,22 @@
 """Which steps use a sample: what is computed from the order equals what a stream has read, whatever stands in."""
 
 import dataclasses
+import os
 from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.pictures import write_shards
+from helpers.pictures import jpeg, write_shards
 
 from eagleray.base.errors import UserError
 from eagleray.config.view import View
 from eagleray.data import index_file
+from eagleray.data.file_names import to_text
 from eagleray.data.index import open_index
 from eagleray.data.reader import Stream
-from eagleray.data.sample_uses import broken_samples, first_step_with, steps_with
+from eagleray.data.sample_uses import broken_samples, first_step_with, samples_with, steps_with
 from eagleray.data.selection import Selection
 from eagleray.views.sampling import Views
 
@@ -85,6 +87,15 @@ def test_a_forgotten_sample_changes_nothing_but_its_own_rows(dented: Path) -> No
         assert (a.params[:, same] == b.params[:, same]).all()
         assert all((x[:, same] == y[:, same]).all() for x, y in zip(a.pixels, b.pixels, strict=True))
     assert changed
+
+
+def test_a_name_that_is_not_utf8_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shell passes it, and as tables have it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (photos := tmp_path / "photos").mkdir()
+    (photos / (name := os.fsdecode(b"caf\xe9.jpg"))).write_bytes(jpeg(0))
+    index = open_index(str(photos), note=lambda _: None)
+    assert [list(samples_with(index, key)) for key in (name, to_text(name), "caf")] == [[0], [0], []]
 
 
 def test_a_lane_without_any_image_left_is_an_error(dented: Path) -> None:

@@ -17,6 +17,7 @@ from eagleray.data.pixels import read_pixels
 from eagleray.datasets import card, contact_sheet
 from eagleray.datasets.describe import describe
 from eagleray.datasets.stats import ASPECTS, EXAMPLES, OTHER, REASONS, SIDES, ImageStats, fit_within, image_format
+from eagleray.reports.data_plots import map_uri
 
 
 def counted(*sizes: tuple[int, int]) -> ImageStats:
@@ -109,6 +110,15 @@ def test_where_nothing_can_be_shown_one_line_says_so(tmp_path: Path):
     (tmp_path / "in" / card.NAME).write_text("{}")
     with pytest.raises(UserError, match=r"dataset.json: not a dataset.json written by eagleray"):
         describe(str(tmp_path / "in"), tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(2, 400), (400, 2)])
+def test_very_long_images_are_drawn(shape: tuple[int, int]):
+    image = np.zeros((*shape, 3), np.uint8)
+    drawn = np.asarray(contact_sheet.sheet([image]))
+    assert (drawn == 0).all(2).sum() == contact_sheet.TILE
+    places = np.array([0.0, 1.0])
+    assert map_uri(places, places, np.array([0, 1]), [(0, image)]).startswith("data:image/png")
 
 
 def test_pictures(tmp_path: Path):

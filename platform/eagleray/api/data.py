@@ -225,7 +225,8 @@ def which(run: str | Path | Run, key: str, *, plugins: Sequence[str | Path] = ()
         found = list(samples_with(index, key))
         if not found:
             raise UserError(f"--key {key}: no sample of the training data has this key")
-        since = {sample: line["step"] for line in lines if line["key"] == key for sample in samples_of(index, [line])}
+        [name] = index.keys(found[0], found[0] + 1)  # the key as it is stored
+        since = {sample: line["step"] for line in lines if line["key"] == name for sample in samples_of(index, [line])}
         bad = unread_samples(index, opened.folder)
         stop = steps_taken(opened, names_in(checkpoint.blobs_of(f"{opened.out}/{layout.CHECKPOINTS}")))
         return [

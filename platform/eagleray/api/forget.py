@@ -148,7 +148,8 @@ def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Map
 def delete(out: str, names: Sequence[str]) -> None:
     """Delete files and folders of a run, also their copies on this machine."""
     for name in names:
-        shutil.rmtree(path := run_store(out).work / name, ignore_errors=True)
-        path.unlink(missing_ok=True)
+        for path in {run_store(out).work / name, run_store(out).view / name}:  # reports show the pictures in `view`
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
         for url in [f"{out}/{name}"] if Path(name).suffix else [b.url for b in store(out).walk(f"{out}/{name}/")]:
             store(out).delete(url)

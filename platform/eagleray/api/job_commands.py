@@ -10,6 +10,7 @@ from eagleray.base.errors import UserError
 from eagleray.cluster import job_package
 from eagleray.cluster.job_package import JobPackage, check_place
 from eagleray.models.network import is_public
+from eagleray.runs.sources import absolute
 from eagleray.runs.stop_request import check_hours
 
 RUNS = ("pretrain", "finetune")
@@ -64,7 +65,7 @@ def _run(command: str, arguments: Sequence[str], options: Options, plugins: Plug
             raise UserError(f"{word.partition('=')[0]}: no such option of submit {command}")
     if command == "finetune":
         weights, *arguments = arguments
-        if not weights.startswith(("timm:", "hf:")):
+        if not is_public(absolute(weights)):
             check_place("WEIGHTS", weights)
         arguments.append(f"backbone.weights={weights}")
     if not arguments:
@@ -81,23 +82,26 @@ def _tune(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPa
     sweep = load(name, keys, [str(p) for p in plugins])
     check_place("out", sweep.out or "")
     check_objective(sweep)
+    used: list[Any] = []  # the plug-ins of all recipes
     for alternative, branch in sweep.alternatives.items():
         where = f"alternatives.{alternative}" if alternative else name
         for values in corners(branch.space):
             recipe = recipe_of(sweep, alternative, values, where)
             job_package.check_data_places(recipe)
+            used += recipe.plugins
     # With --resume an interrupted sweep that is submitted again continues; a new sweep begins in any case.
     words = [SWEEP, *words_of({**options, "resume": True})]
     text = config.dump(sweep)
     asks = f"{count_trials(sweep)} trials of {recipe.workers} worker(s), as many at once as fit"
-    return job_package.pack_words("tune", Path(name).stem, sweep.out or "", words, plugins, {SWEEP: text}, asks=asks)
+    given = Path(name).stem, sweep.out or "", words, plugins, {SWEEP: text}
+    return job_package.pack_words("tune", *given, asks=asks, used=used)
 
 
 def _evaluate(arguments: Sequence[str], options: Options, plugins: Plugins) -> JobPackage:
     """Return the package of an evaluation. All nodes must be able to read the backbone, and `workers` is required, as
     the head does not compute."""
     [backbone] = _exactly(arguments, "evaluate", "BACKBONE")
-    stored = not (backbone.startswith("untrained:") or is_public(backbone))
+    stored = not (backbone.startswith("untrained:") or is_public(absolute(backbone)))
     if stored:
         check_place("backbone", backbone)
     out = str(options.get("out") or (backbone if stored else ""))

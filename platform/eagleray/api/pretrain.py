@@ -164,10 +164,10 @@ def send_report(out: str, folder: Path, tracking: Tracking) -> None:
     """Write the report of a run that has ended or was stopped, and send it to MLflow."""
     from eagleray.reports import write
 
-    if "ended" not in read_note(folder / layout.MLFLOW, tracking.uri):  # MLflow is not installed, or does not answer
-        return
     with side_work("warning: no report", say):  # matplotlib may be missing
         page = Path(write.report([out])[0])
+        if "ended" not in read_note(folder / layout.MLFLOW, tracking.uri):  # MLflow is away: `eagleray track` sends it
+            return
         with side_work(f"the report is {page}, and was not sent to MLflow", say):
             update(tracking, folder / layout.MLFLOW, {}, [page, page.with_suffix("")])
 

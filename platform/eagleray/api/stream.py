@@ -10,12 +10,13 @@ from pydantic.dataclasses import dataclass
 
 from eagleray import config
 from eagleray.base import dist, files
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, explained
+from eagleray.base.numbers_given import whole
 from eagleray.config import STRICT
 from eagleray.config import plugins as loading
 from eagleray.config.channels import Channel, Channels, check_operations
 from eagleray.config.source import Sources
-from eagleray.config.view import View
+from eagleray.config.view import View, check_views
 from eagleray.data import loader as stream_loader
 from eagleray.data.batch import Batch
 from eagleray.data.columns import select
@@ -91,8 +92,10 @@ class Loader:
         described = [v if isinstance(v, View) else config.check(View, v, f"views.{i}") for i, v in enumerate(views)]
         if not described:
             raise UserError("views: expected at least one, such as {'size': 224}")
-        if batch < 1 or start < 0:
-            raise UserError(f"batch={batch} start={start}: expected a batch of 1 or more, and a start of 0 or more")
+        with explained("views", ValueError):
+            check_views(tuple(described))
+        batch, start, seed = whole("batch", batch, 1), whole("start", start, 0), whole("seed", seed, 0)
+        lanes, workers = lanes and whole("lanes", lanes, 1), workers and whole("workers", workers, 0)
         rank, ranks = rank_of()
         lanes = lanes or next(n for n in range(min(LANES, batch), 0, -1) if batch % n == 0)
         workers = min(WORKERS, max(batch // ranks, 1)) if workers is None else workers

@@ -38,11 +38,7 @@ class Comparison:
 
 
 def find_copies(
-    of: Comparison,
-    nearest: NDArray[np.int32],
-    parents: Sequence[NDArray[np.int64]],
-    stages: Stages,
-    tick: Tick,
+    of: Comparison, nearest: NDArray[np.int32], parents: Sequence[NDArray[np.int64]], stages: Stages, tick: Tick
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return two arrays (N,): the sample of which each sample is a copy, -1 for none, and its similarity to the most
     similar sample that is kept, nan for none. Each rank compares a share of the clusters, and only rank 0 returns the

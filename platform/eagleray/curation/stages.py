@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagleray.base.files import writing
-from eagleray.storage.store import store
+from eagleray.storage.store import find, store
 
 PREFIX = "_stage-"  # readers of Parquet folders skip names that begin with an underscore
 
@@ -28,10 +28,10 @@ class Stages:
         return frozenset(blob.url.rpartition(PREFIX)[2].removesuffix(".npz") for blob in listed)
 
     def load(self, name: str) -> dict[str, Any] | None:
-        """Return the arrays of a stage, None if no earlier process has finished it."""
-        if name not in self.before:
+        """Return the arrays of a stage, None if no earlier process has finished it, or another command cleared it."""
+        if name not in self.before or (data := find(self._url(name))) is None:
             return None
-        with np.load(io.BytesIO(store(self.folder).get(self._url(name)))) as file:
+        with np.load(io.BytesIO(data)) as file:
             return dict(file)
 
     def save(self, name: str, **arrays: Any) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Block:
         if at not in wrong:
             return data[at - begin : at - begin + size]
         piece = next(p for p in self.pieces if row < p.stop)
-        data = self.fetcher.read_again(sample, *self._ends(piece))  # the bytes may have changed in transit
+        data = self.again = self.fetcher.read_again(sample, *self._ends(piece), data.obj)  # may be wrong by transit
         if crc32(data) == crc:
             return data
         raise BadImage(f"its bytes have changed since it was indexed: checksum {crc32(data):08x}, was {crc:08x}")
@@ -185,10 +185,10 @@ class Fetcher:
         """Read pieces concurrently and join their bytes. `ends` are each piece's first and last (excluded) sample."""
         return memoryview(b"".join(self._each(lambda each: self.read_piece(*each), ends)))
 
-    def _read(self, first: int, last: int) -> memoryview:
+    def _read(self, first: int, last: int, stale: Any = None) -> memoryview:
         # With `selects`, this runs in a thread of `hands`. Waiting for another of these threads could deadlock.
         each = map if self.selects else self._each
-        return self.index.read(first, last, patience=self.patience, each=each)
+        return self.index.read(first, last, patience=self.patience, each=each, stale=stale)
 
     def _each(self, function: Callable[[Any], T], things: Iterable[Any]) -> Iterator[T]:
         """Map a function over things, concurrently in the threads of `hands` if there are any."""
@@ -208,10 +208,10 @@ class Fetcher:
         block = int(np.searchsorted(self.index.starts, sample, "right")) - 1
         return int(self.index.starts[block]), int(self.index.starts[block + 1])
 
-    def read_again(self, sample: int, first: int, last: int) -> memoryview:
+    def read_again(self, sample: int, first: int, last: int, stale: Any) -> memoryview:
         """Read one image from the store again, and delete the cached bytes that contain it: with `selects`, the piece
-        of the samples `first` to `last` (excluded), otherwise the image's block."""
+        of the samples `first` to `last` (excluded), otherwise the image's block. For `stale` see `Means`."""
         if self.cache:
             rows = self.index.rows(*((first, last) if self.selects else self._block(sample)))
             self.cache.drop(rows.blob, *byte_range(rows))
-        return self._read(sample, sample + 1)
+        return self._read(sample, sample + 1, stale)

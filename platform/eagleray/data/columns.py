@@ -111,11 +111,7 @@ def check_found(tables: Mapping[str, "Table"], sources: Sequence[Source]) -> Non
 
 
 def weights_of(
-    index: Index,
-    shards: NDArray[np.int64],
-    source: Source,
-    opened: Mapping[str, "Table"],
-    key: str = f"{KEY}.",
+    index: Index, shards: NDArray[np.int64], source: Source, opened: Mapping[str, "Table"], key: str = f"{KEY}."
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]]]:
     """Yield, for each of the `shards` of one source, the weights of its samples, the bytes of their images, and the
     index in WHY of the reason for each weight. A UserError begins with `key` and the expression's name."""
@@ -265,8 +261,9 @@ class Table:
         return samples
 
     def _joined(self, rows: pa.Table) -> Any:
-        keys = rows["key"].cast(pa.string())
-        return pc.binary_join_element_wise(rows["shard"].cast(pa.string()), keys, "/") if self.by_shard else keys
+        keys, part = rows["key"].cast(pa.string()), r"^\.[0-9]+$"  # parts of a folder are renumbered as it grows
+        shard = pc.replace_substring_regex(rows["shard"].cast(pa.string()), part, ".") if self.by_shard else None
+        return pc.binary_join_element_wise(shard, keys, "/") if self.by_shard else keys
 
 
 class Measured:

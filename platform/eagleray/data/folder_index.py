@@ -15,6 +15,7 @@ from eagleray.data.image_folder import Images
 from eagleray.data.image_list import ImageList, Read, image_list
 from eagleray.data.index_file import NAME, File, Note, ShardFiles, Spare, Tick
 from eagleray.data.index_schema import SCHEMA, VERSION
+from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, image_extensions
 from eagleray.data.stamps import Verified, short
 from eagleray.data.unchanged import images_tag
 from eagleray.storage import store
@@ -79,6 +80,8 @@ def _rows(file: File, name: str) -> Iterator[Read]:
 
 
 def _changed(folder: str, path: str, how: str) -> UserError:
+    if image_folder.extension(path)[1:] in HEIC_EXTENSIONS - image_extensions():
+        return UserError(f"{folder}/{readable(path)}: is indexed, but this machine does not read {NO_HEIC}")
     return UserError(f"{folder}/{readable(path)}: {how} since it was indexed; `eagleray index {folder}` accepts that")
 
 

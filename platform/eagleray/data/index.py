@@ -17,7 +17,7 @@ from eagleray.config.channels import Channels
 from eagleray.config.source import Source
 from eagleray.data import image_folder, index_file
 from eagleray.data.file_names import readable
-from eagleray.data.image_folder import Each, Images
+from eagleray.data.image_folder import Images
 from eagleray.data.image_list import Read
 from eagleray.data.index_faults import lines_of_passed, unusable
 from eagleray.data.index_file import NAME, SCHEMA, File, Note, ShardFiles, Spare, Tables, Tick, load_both, name
@@ -125,14 +125,14 @@ class Index:
         numbers = _numbers(self.files[s], self._group(s))
         return Rows(self.shards[s], **{name: column[begin:end] for name, column in numbers.items()})
 
-    def read(self, first: int, last: int, *, patience: float = PATIENCE, each: Each = ordered_map) -> memoryview:
+    def read(self, first: int, last: int, *, patience: float = PATIENCE, **more: Any) -> memoryview:
         """Return the bytes of the samples `first` to `last` (excluded), which lie in one shard, from the start of the
         first image to the end of the last one. Raises UserError and Outage.
 
-        If this takes several requests, `each` maps a function over them, concurrently by default."""
+        `more` may be `each` and `stale` of `Means`. By default, several requests are concurrent."""
         rows, s = self.rows(first, last), self._shard_of(first)
         shard = self.files[s].shards[self._group(s)]
-        return kind_of(rows.blob).read(rows, Means(shard, lambda: self.keys(first, last), patience, each))
+        return kind_of(rows.blob).read(rows, Means(shard, lambda: self.keys(first, last), patience, **more))
 
     def key(self, sample: int) -> str:
         """Return the WebDataset key of a sample for a message, with escapes for what is not UTF-8 or not printable."""

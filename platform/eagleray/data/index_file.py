@@ -51,8 +51,6 @@ PASSED = "passed"  # key of metadata with the numbers of skipped members by kind
 LARGEST_PAGE = 2**24  # most bytes of a page in memory; writers begin a new page after 2^20
 MOST_AT_ONCE = 2**28  # most bytes of rows that are read at a time, however their texts are encoded
 PACKED = {"key": "DELTA_BYTE_ARRAY", "offset": "DELTA_BINARY_PACKED", "size": "DELTA_BINARY_PACKED"}
-
-
 Tables = Iterable[tuple[Blob, pa.Table]]
 ShardFiles = list[tuple[Blob, "File"]]
 Note = Callable[[str], None]
@@ -88,6 +86,7 @@ class File:
         try:
             self.path, self.url, self._lock = path, url or str(path), threading.Lock()
             self._pages: dict[int, int] = {}  # bytes of the largest page of each row group read so far
+            self._inode = os.stat(path).st_ino
             self._map = pa.memory_map(os.fsencode(path))  # stays valid if the file is replaced or moved
             self._file = pq.ParquetFile(self._map)
             self.shards = [Shard(**s) for s in json.loads(self._file.metadata.metadata[b"shards"])]
@@ -100,6 +99,11 @@ class File:
         self.groups = {s.name: i for i, s in enumerate(self.shards)}
 
     def __reduce__(self) -> Any:
+        if not self.path.exists() or self.path.stat().st_ino != self._inode:  # another command has indexed anew
+            self._copy = tempfile.TemporaryDirectory(prefix="eagleray-")  # is deleted with this object
+            self.path = Path(self._copy.name) / NAME
+            self.path.write_bytes(self._map.read_at(self._map.size(), 0))
+            self._inode = self.path.stat().st_ino
         return File, (self.path, self.url)
 
     def extension(self, group: int, row: int) -> str:
@@ -131,8 +135,7 @@ class File:
         if not TEXTS & set(columns):
             return self._file.read_row_group(group, list(columns), use_threads=False)
         rows, shard = MOST_AT_ONCE // max(self._pages[group], 1) + 1, self.shards[group]
-        batches: list[pa.RecordBatch] = []
-        size = 0
+        batches, size = list[pa.RecordBatch](), 0
         for batch in self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False):
             size += batch.nbytes
             if size > largest_rows(shard):

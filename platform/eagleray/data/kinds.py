@@ -7,7 +7,7 @@ the first to the end of the last. All other code (blocks, lanes, cache, quaranti
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from eagleray.data.index_schema import Shard
 from eagleray.data.tar_scan import scan
 from eagleray.storage import store
 from eagleray.storage.blob import Blob
+from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.shard_names import PARQUET, is_parquet
 
 NONE = "none"  # given instead of a column's name if labels are not to be read
@@ -43,7 +44,8 @@ class Means:
     shard: Shard  # entry in the shard's index
     keys: Callable[[], list[str]]  # reads the keys of the samples in the rows from the index
     patience: float  # seconds to retry while the store does not answer
-    each: Each  # maps a function over separate requests, several at once, and keeps the order
+    each: Each = ordered_map  # maps a function over separate requests, several at once, and keeps the order
+    stale: Any = None  # unpacked images of a Parquet file's block that are wrong, and must not be used again
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _scan_parquet(blob: Blob) -> pa.Table:
 def _read_parquet(rows: Rows, means: Means) -> memoryview:
     from eagleray.data import parquet_shard
 
-    return parquet_shard.read(rows.blob, means.shard.parquet, *byte_range(rows), means.patience)
+    return parquet_shard.read(rows.blob, means.shard.parquet, *byte_range(rows), means.patience, means.stale)
 
 
 def _scan_images(blob: Blob) -> pa.Table:

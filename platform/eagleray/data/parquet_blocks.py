@@ -163,10 +163,10 @@ class Unpacked:
         self.locks = [threading.Lock() for _ in range(LOCKS)]
         self.known: weakref.WeakValueDictionary[Any, NDArray[np.uint8]] = weakref.WeakValueDictionary()
 
-    def get(self, key: tuple[Any, ...], load: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Return the images of a block. `load` reads and unpacks them if no lane uses them yet."""
+    def get(self, key: tuple[Any, ...], load: Callable[[], NDArray[np.uint8]], stale: Any = None) -> NDArray[np.uint8]:
+        """Return the images of a block. `load` reads and unpacks them if no lane uses any but the `stale` ones."""
         with self.locks[hash(key) % LOCKS]:
             images = self.known.get(key)
-            if images is None:
+            if images is None or images is stale:
                 images = self.known[key] = load()
             return images

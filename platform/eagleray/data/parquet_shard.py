@@ -153,11 +153,11 @@ def _classes(url: str, name: str, values: pa.Array) -> NDArray[np.int64]:
 _unpacked = Unpacked()
 
 
-def read(blob: Blob, known: Any, begin: int, end: int, patience: float) -> memoryview:
+def read(blob: Blob, known: Any, begin: int, end: int, patience: float, stale: Any = None) -> memoryview:
     """Return the bytes of a file's images from `begin` to `end`, offsets as in its index. `known` is `Shard.parquet`.
 
     Pages that can no longer be unpacked are read as zeros: their checksums are wrong, so they count as broken samples
-    and do not stop the run. Raises UserError and Outage for failures of the store."""
+    and do not stop the run. For `stale` see `Unpacked`. Raises UserError and Outage for failures of the store."""
     blocks = Blocks(known)
     out = list[memoryview]()
     for number, some in blocks.between(begin, end):
@@ -173,6 +173,6 @@ def read(blob: Blob, known: Any, begin: int, end: int, patience: float) -> memor
                 content = np.zeros(0, np.uint8)
             return content if len(content) == size else np.zeros(size, np.uint8)
 
-        images = _unpacked.get((blob.url, blob.tag, number), load)
+        images = _unpacked.get((blob.url, blob.tag, number), load, stale)
         out.append(memoryview(images)[some])  # type: ignore[arg-type]
     return out[0] if len(out) == 1 else memoryview(b"".join(out))

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from eagleray.data.file_names import to_text
 from eagleray.data.image_folder import address
 from eagleray.data.index import Index
 from eagleray.data.order import Run
@@ -28,6 +29,7 @@ def with_keys(index: Index, samples: Iterable[int]) -> Iterator[tuple[int, int, 
 
 def samples_with(index: Index, key: str) -> Iterator[int]:
     """Yield the samples that have this key: at most one of each shard, if its keys are unique."""
+    key = to_text(key) if any("\udc80" <= c <= "\udcff" for c in key) else key  # a file name that is not UTF-8
     for shard in range(len(index.shards)):
         found = pc.indices_nonzero(pc.equal(index.column(shard, ["key"])["key"], key))
         yield from (int(index.first[shard]) + row for row in found.to_pylist())

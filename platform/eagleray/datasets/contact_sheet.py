@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from eagleray.base.plotting import BLUE, INK, LIGHT
-from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats
+from eagleray.datasets.stats import ASPECTS, SIDES, ImageStats, fit_within
 
 TILE, GAP, COLUMNS = 144, 6, 8  # pixels on a tile's side, pixels between tiles, tiles in a row
 SOURCE = "Source"  # key of the text in a PNG file that names the data
@@ -23,7 +23,7 @@ def sheet(images: Sequence[NDArray[np.uint8]], columns: int = COLUMNS) -> Image.
     step = TILE + GAP
     picture = Image.new("RGB", (columns * step + GAP, rows * step + GAP), PAPER)
     for i, image in enumerate(images):
-        tile = ImageOps.contain(Image.fromarray(image), (TILE, TILE), Image.Resampling.LANCZOS)
+        tile = Image.fromarray(image).resize(fit_within(image.shape[1], image.shape[0], TILE), Image.Resampling.LANCZOS)
         x, y = GAP + i % columns * step, GAP + i // columns * step
         picture.paste(tile, (x + (TILE - tile.width) // 2, y + (TILE - tile.height) // 2))
     return picture

@@ -1,5 +1,6 @@
 """Examine some images of a data set before writing a recipe: their number, classes, sizes, channels and formats."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from eagleray.base.console import say
 from eagleray.base.errors import UserError
 from eagleray.base.progress import counting
 from eagleray.data.channels import read_channels
+from eagleray.data.costs import BadImage
 from eagleray.data.image_folder import class_labels, holds_images, list_images
 from eagleray.data.image_list import image_list
 from eagleray.data.index import open_shown
@@ -74,8 +76,9 @@ def _facts(file: bytes) -> tuple[tuple[int, int], int, str]:
     """Return the (width, height), number of channels and format of an image, from its header alone unless it is a TIFF:
     Pillow does not count channels in pages and planes of TIFFs. Raises any exception of a decoder."""
     if file[:4] in (b"II*\0", b"MM\0*"):
-        height, width, planes = read_channels(file).shape
-        return (width, height), planes, "TIFF"
+        with contextlib.suppress(BadImage):  # one with a palette, bits or JPEG inside, which only Pillow reads
+            height, width, planes = read_channels(file).shape
+            return (width, height), planes, "TIFF"
     with open_image(file) as image:
         return image.size, GREY.get(image.mode, 3), image.format or "unknown"
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from eagleray.base.plotting import BLUE, LIGHT
 from eagleray.datasets.contact_sheet import sheet
+from eagleray.datasets.stats import fit_within
 from eagleray.reports.page import uri
 
 Pixels = NDArray[np.uint8]  # (H, W, 3)
@@ -39,7 +40,7 @@ def map_uri(x: Floats, y: Floats, colour: NDArray[np.int64], images: Sequence[tu
     colours = colormaps["tab20"](colour % 20)
     axes.scatter(x, y, c=colours, s=8, linewidths=0, alpha=0.7)
     for row, image in images:
-        small = np.asarray(ImageOps.contain(Image.fromarray(image), (2 * ON_MAP, 2 * ON_MAP)))
+        small = np.asarray(Image.fromarray(image).resize(fit_within(image.shape[1], image.shape[0], 2 * ON_MAP)))
         thumb = OffsetImage(small, zoom=0.5)
         edge = {"edgecolor": colours[row], "linewidth": 2}
         axes.add_artist(AnnotationBbox(thumb, (x[row], y[row]), pad=0, bboxprops=edge))

@@ -71,4 +71,6 @@ def images_of(index: Index, samples: NDArray[np.int64]) -> Iterator[tuple[int, P
     numbers = [sample for sample in samples.tolist() if sample not in index.forgotten]
     for sample, data in zip(numbers, ordered_map(lambda n: index.read(n, n + 1), numbers), strict=True):
         with contextlib.suppress(BadImage):
-            yield sample, decode(data).permute(1, 2, 0).numpy()
+            pixels = decode(data).permute(1, 2, 0).numpy()
+            step = max(min(pixels.shape[:2]) // 600, 1)  # a map keeps 150 images, which may be photographs of 72 MB
+            yield sample, pixels[::step, ::step].copy()

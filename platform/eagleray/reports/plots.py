@@ -149,12 +149,7 @@ def draw_panel(
     for right in figure.axes[1:]:
         right.set_ylabel(panel.right[0].label, fontsize=9)
     figure.legend(
-        handles=handles,
-        ncols=_columns(handles),
-        loc="outside upper left",
-        frameon=False,
-        fontsize=8,
-        handlelength=2,
+        handles=handles, ncols=_columns(handles), loc="outside upper left", frameon=False, fontsize=8, handlelength=2
     )
     return as_picture(figure, panel.title, in_words(panel, curves, x), caption, folder)
 

@@ -16,10 +16,7 @@ if TYPE_CHECKING:  # no import at run time: a model in MLflow has a copy of this
 
 NARROW = 8  # largest ratio of the longer to the shorter side at which a whole image is resized; see `centre_crop`
 # The functions that torchvision's antialiased resize calls, in the overloads that write into a given tensor.
-RESIZE = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
-    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
-}
+RESIZE = {"bilinear": torch.ops.aten._upsample_bilinear2d_aa.out, "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out}
 
 
 def crop(image: Tensor, boxes: NDArray[np.int64], views: "Sequence[View]", out: Sequence[Tensor]) -> None:
