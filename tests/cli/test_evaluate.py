@@ -246,6 +246,19 @@ def test_a_worker_refuses_other_weights_than_were_asked_for(trained: Path, shard
         extraction.share(replace(task, inputs=replace(task.inputs, digest="0" * 16)))
 
 
+def test_a_worker_refuses_other_images_than_were_asked_for(trained: Path, tmp_path: Path):
+    """One image more may be in the middle of the others, which then have other numbers."""
+    (folder := tmp_path / "photos").mkdir()
+    for number in range(4):
+        image(0, number)[0].save(folder / f"{number}.png")
+    one, data = load_target(str(trained)), data_digest(open_index(str(folder), note=lambda _: None), np.arange(0))
+    task = Task(Inputs(one.name, one.digest), str(folder), np.arange(4), CROP, ("pooled",), data=data)
+    assert len(extraction.share(task)[1]["pooled"].y) == 4
+    image(1, 1)[0].save(folder / "new.png")
+    with pytest.raises(UserError, match="photos: the data changed meanwhile"):
+        extraction.share(task)
+
+
 def test_a_data_digest_knows_every_image(tmp_path: Path):
     """Also one in the middle of a shard whose name, size, beginning and end stay as they are."""
     digests = set()

@@ -1,7 +1,9 @@
 """`eagleray init`: a recipe for a folder of one's own."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from eagleray.cli import init
 from eagleray.config import bundled
 from eagleray.data.tiff import write_pages
 from eagleray.datasets.survey import survey
-from eagleray.runs import recipe
+from eagleray.runs import local_forecast, recipe
+from eagleray.runs.forecast import Forecast, refusal
 
 METHODS = [m for m in config.parts("eagleray.methods") if m not in init.LABELLED]
 
@@ -141,6 +144,25 @@ def test_hours_and_cost_are_said_without_data(tmp_path: Path, capsys: pytest.Cap
         init.init(images=2_000_000, gpu=["h10"], file=tmp_path / "other.yaml")
 
 
+def test_a_recipe_that_a_gpu_cannot_hold_is_forecast_with_smaller_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    real = local_forecast.plan_run
+
+    def whole_batches_are_refused(asked: recipe.Recipe, **how: Any) -> Forecast:
+        found = real(asked, **how)
+        if asked.optim.micro_batch != "auto":
+            raise refusal(replace(found, memory_of_device=0))
+        return found
+
+    cures = [{"optim.checkpointing": "true"}]
+    monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda found: [(keys, found) for keys in cures])
+    monkeypatch.setattr(local_forecast, "plan_run", whole_batches_are_refused)
+    init.init(images=300, size=32, gpu=["t4"], file=tmp_path / "mine.yaml")
+    said = capsys.readouterr().out
+    assert re.search(r"1 x t4 with optim\.micro_batch=auto: .* of 15\.0 GiB, .* images/s", said)
+
+
 def test_images_of_many_channels_need_a_key(tmp_path: Path):
     for n in range(4):
         write_pages(tmp_path / f"{n}.tif", np.ones((20, 30, 6), np.float32))
@@ -148,6 +170,14 @@ def test_images_of_many_channels_need_a_key(tmp_path: Path):
     seen = survey(str(tmp_path))
     assert (seen.images, seen.looked, seen.broken, seen.channels) == (5, 4, 1, 6)
     assert "data stats --channels" in init.text(init.base_of("dino"), images=300, seen=seen)
+
+
+def test_tiffs_that_only_pillow_reads_are_looked_at(tmp_path: Path):
+    Image.new("P", (30, 20)).save(tmp_path / "palette.tif")
+    Image.new("1", (30, 20)).save(tmp_path / "fax.tif", compression="group4")
+    Image.new("RGB", (30, 20)).save(tmp_path / "jpeg.tif", compression="jpeg")
+    seen = survey(str(tmp_path))
+    assert (seen.looked, seen.broken, seen.width, seen.height, seen.channels) == (3, 0, 30, 20, 3)
 
 
 def test_images_in_a_folder_and_in_shards_are_counted(shards: Path, tmp_path: Path):

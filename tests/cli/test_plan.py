@@ -65,6 +65,12 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "did you mean 'h100'" in refused(capsys, monkeypatch, "mocov3_vits16_in1k_ep300", "--gpu", "h10")
     mine = ["--gpu", "t4", "--input-rate", "100"]
     assert "--images: expected" in refused(capsys, monkeypatch, "mocov3_vitxs8_shapes_demo", *mine)
+    odd = ["mocov3_vits16_in1k_ep300", *mine, "optim.batch=1000"]
+    assert "a global batch of 1000 cannot be divided into" in refused(capsys, monkeypatch, *odd)
+    many = ["mocov3_vits16_in1k_ep300", *SMALL, *mine, "--gpus", "65"]
+    assert "workers=65: more workers than images in a step" in refused(capsys, monkeypatch, *many)
+    groups = ["moco_resnet50_in1k_ep200", *mine, "--gpus", "3"]
+    assert "method.norm_group=32: expected a divisor of the images per rank" in refused(capsys, monkeypatch, *groups)
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())  # each of them is one more trace
     big = ["mocov3_vits16_in1k_ep300", *SMALL, "method.hidden=50000", "method.dim=50000"]
     assert "GiB on each t4, which has 15.0 GiB" in refused(capsys, monkeypatch, *big, *mine)

@@ -8,7 +8,7 @@ import pytest
 from eagleray import config
 from eagleray.base.errors import UserError
 from eagleray.runs import fit, recipe
-from eagleray.runs.checks import make_plan
+from eagleray.runs.checks import check_method, make_plan
 from eagleray.runs.sources import resolve_paths
 
 BASES = ["dino_vits16_in1k_ep100", "moco_resnet50_in1k_ep200", "mocov3_vits16_in1k_ep300", "moby_swint_in1k_ep300"]
@@ -68,6 +68,15 @@ def test_small_images_have_small_crops_and_patches():
     assert [view["size"] for view in small["views"]] == [32, 32]  # type: ignore[attr-defined]
     crops = values("dino_vits16_in1k_ep100", 2_000, size=96)["views"]
     assert [view["size"] for view in crops] == [96, 96, 40]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("size", "patch"), [(16, 4), (32, 9), (150, 41)])
+def test_the_patches_of_a_jigsaw_shrink_with_their_view(size: int, patch: int):
+    base = "pirl_resnet50_in1k_ep200"
+    changed = values(base, 2_000, size=size)
+    assert changed["method.patch"] == patch
+    check_method(recipe.load(base, [f"{key}={json.dumps(value)}" for key, value in changed.items()]))
+    assert "method.patch" not in values(base, 2_000)
 
 
 def test_too_few_images_are_an_error():

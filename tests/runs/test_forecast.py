@@ -17,6 +17,7 @@ from eagleray.runs.forecast import (
     INPUT,
     MODEL,
     STORE,
+    Devices,
     TrainingSet,
     devices_of,
     duration,
@@ -130,6 +131,8 @@ def test_hours_bytes_and_money_follow_from_the_rate(small: Recipe):
     assert found.hours == pytest.approx(found.steps * 0.1 / 3600, rel=1e-3)
     assert replace(found, price=2.5).cost == pytest.approx(5 * found.hours)
     assert found.data_bytes == 2e11
+    short = forecast(replace(small, max_steps=100), devices_of("h100", H100, 2), data, traced())
+    assert short.data_bytes == 100 * 32 * 100_000
     assert found.mfu == pytest.approx(accelerators.REACHED[MATMUL], rel=1e-3)
     text = str(replace(found, price=2.5))
     assert "device-hours" in text
@@ -179,6 +182,23 @@ def test_what_does_not_fit_is_one_line_with_keys_that_would(small: Recipe, monke
     assert all(key in text for key in ("optim.checkpointing=true", "optim.micro_batch=1024", "workers=2"))
     monkeypatch.setattr("eagleray.runs.forecast.remedies", lambda *_: ())
     assert "a device with more memory" in str(refusal(found))
+
+
+def test_a_cpu_is_not_told_to_share_its_memory_nor_a_model_without_blocks_to_recompute_them(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch
+):
+    def refuses(model: object) -> None:
+        raise UserError("backbone.name: DenseNet has neither stages nor blocks to read tokens from")
+
+    monkeypatch.setattr("eagleray.runs.build.checkpoint_blocks", refuses)
+    tight = replace(small, optim=replace(small.optim, batch=4096), data=replace(small.data, lanes=1))
+    found = forecast(tight, Devices("cpu", 1, None, 1e15), DATA)
+    target = Devices("cpu", 1, None, 0.99 * found.memory_needed)
+    found = replace(found, memory_of_device=round(target.memory), devices=target)
+    text = str(refusal(found))
+    assert "a step of 4096 images needs" in text
+    assert "optim.micro_batch=1024" in text
+    assert not any(key in text for key in ("checkpointing", "workers", "DenseNet"))
 
 
 def test_the_precision_is_one_that_the_device_has(small: Recipe):

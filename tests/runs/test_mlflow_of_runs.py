@@ -13,7 +13,7 @@ from helpers.runs import arguments, split, start, wait_for_step
 from helpers.sweeps import write
 
 from eagleray import config
-from eagleray.api.pretrain import pretrain
+from eagleray.api.pretrain import pretrain, send_report
 from eagleray.base import files
 from eagleray.base.errors import UserError
 from eagleray.base.files import read_lines
@@ -21,6 +21,7 @@ from eagleray.reports.write import mend_sweep, report
 from eagleray.runs import layout, mlflow_run, sinks
 from eagleray.runs import recipe as recipes
 from eagleray.runs.sinks import Sinks
+from eagleray.runs.tracking import Tracking
 from eagleray.sweeps import ray_tune
 from eagleray.sweeps.run import tune
 from eagleray.sweeps.sweep import load
@@ -156,6 +157,19 @@ def test_a_sink_whose_package_is_missing_is_an_error_of_one_line(tmp_path: Path,
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=f"track.also: needs the package {name}, which is not installed"):
             Sinks([name], tmp_path, 0, {})
+
+
+def test_a_run_has_its_report_while_the_server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written: list[list[str]] = []
+
+    def write(runs: list[str]) -> list[str]:
+        written.append(runs)
+        return [str(tmp_path / "report.html")]
+
+    monkeypatch.setattr("eagleray.reports.write.report", write)
+    monkeypatch.setattr("eagleray.api.pretrain.update", lambda *_: pytest.fail("the server is away"))
+    send_report(str(tmp_path), tmp_path, Tracking("http://127.0.0.1:1"))
+    assert written == [[str(tmp_path)]]
 
 
 def test_tracking_changes_no_identity():

@@ -66,6 +66,15 @@ def test_a_run_in_a_store_goes_on_with_its_plugins_elsewhere(name: str, tmp_path
     assert package.plugins[plugins.FOLDER]
 
 
+def test_a_run_in_a_store_goes_on_with_the_plugins_of_an_installed_package(tmp_path: Path):
+    write_plugin(tmp_path / "site-packages")
+    sys.path.append(str(tmp_path / "site-packages"))
+    resolved = begun(write_recipe(tmp_path / "recipes", "[my_method]"), "s3://runs/first")
+    assert not (tmp_path / "bucket" / "runs" / "first" / plugins.FOLDER).exists()
+    plugins.unload()
+    assert recipes.load("s3://runs/first") == resolved
+
+
 def test_a_folder_goes_on_where_it_lies_now(small: Path, tmp_path: Path):
     resolved = begun(small, str(tmp_path / "first"))
     (tmp_path / "first").rename(tmp_path / "moved")

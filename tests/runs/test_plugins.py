@@ -196,6 +196,7 @@ def test_a_changed_source_does_not_continue_a_run(run: Path, mine: Path, shards:
     plugins.unload()
     line = refused(capsys, "pretrain", *arguments(mine, shards, run, *SHORT, "max_steps=6"))
     assert "holds another run: plugins is [" in line
+    assert line.endswith(f"continue that run with `eagleray pretrain {run}`")
     state = weights(run)
     pretrain(str(run / "recipe.yaml"), *SHORT, f"out={run}")  # its own recipe, and the copy of the plug-in beside it
     assert_same(weights(run), state)

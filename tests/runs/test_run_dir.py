@@ -1,13 +1,16 @@
 """What a run has open is closed at its end, whatever fails on the way."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.processes import free_port
 
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.runs import layout, recipe
+from eagleray.runs.attempts import Attempts
 from eagleray.runs.run_dir import LogFile, RunDir
 from eagleray.runs.run_store import run_store
 from eagleray.runs.stop_signal import StopSignal
@@ -68,8 +71,31 @@ def test_a_run_that_ends_before_its_first_checkpoint_does_not_miss_it(small: Pat
     assert not [line for line in said if layout.PLACES in line]
 
 
+def test_a_run_that_has_ended_is_known_to_workers_that_ray_starts_afterwards(small: Path, tmp_path: Path):
+    made = recipe.load(str(small), [f"out={tmp_path / 'run'}"])
+    with RunDir(made, 0, Tracking("none"), command="c") as run:
+        (run.path / layout.SUMMARY).write_text('{"steps": 12}')
+        (run.path / layout.STARTS).write_text('{"step": 0, "time": 1}\n')
+        assert run.ended(12) is None, "MLflow may lack its numbers"
+        (run.path / layout.STARTS).write_text('{"step": 0, "time": 1}\n{"ended": true, "time": 2}\n')
+        assert run.ended(12) == {"steps": 12}
+        assert run.ended(13) is None
+
+
 def test_deaths_in_an_evaluation_count_for_its_step_alone(small: Path, tmp_path: Path):
     made = recipe.load(str(small), [f"out={tmp_path / 'run'}"])
     with RunDir(made, 0, Tracking("none"), command="c") as run:
         for steps, starts in (10, 1), (10, 2), (20, 1), (20, 2):
             assert run.begin_evaluation({"steps": steps}) == starts
+
+
+def test_a_change_of_the_number_of_ranks_is_no_death_in_an_evaluation(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = recipe.load(str(small), [f"out={tmp_path / 'run'}"])
+    with RunDir(made, 0, Tracking("none"), command="c") as run:
+        run.starts = Attempts(run.path / layout.STARTS)
+        for ranks, starts in (2, 1), (3, 1), (3, 2), (4, 1):
+            monkeypatch.setattr(dist, "size", partial(int, ranks))
+            run.starts.add(step=10, ranks=ranks)
+            assert (run.begin_online(10), run.begin_evaluation({"steps": 10})) == (starts, starts)

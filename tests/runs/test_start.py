@@ -11,6 +11,7 @@ from torch import nn
 
 import eagleray
 from eagleray import config
+from eagleray.base import dist
 from eagleray.base.errors import UserError
 from eagleray.engine import checkpoint, export
 from eagleray.evaluation.target import load_target
@@ -77,6 +78,13 @@ def test_esvit_takes_over_all_of_dino(tmp_path: Path):
     assert rows["teacher.backbone"].split(None, 1) == ["teacher.backbone", "30 tensors matched"]
     assert rows["center"].split() == ["center", "1", "tensors"]
     assert rows["student.region_head"].strip() == "new: the source has none"
+
+
+def test_ranks_start_from_one_checkpoint_of_a_run_that_still_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, _ = run_of(tmp_path, "dino")
+    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, mine.replace("3 steps", "4 steps")])
+    with pytest.raises(RuntimeError, match="ranks read different checkpoints"):
+        started(tmp_path, source, "dino")
 
 
 def test_another_method_takes_over_what_both_have(tmp_path: Path):

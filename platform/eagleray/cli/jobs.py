@@ -14,7 +14,7 @@ import eagleray
 from eagleray.base.console import say
 from eagleray.base.text import aligned
 from eagleray.base.user import user
-from eagleray.cli.options import Insist, MaxHours, Plugins, complete_recipe, each_once
+from eagleray.cli.options import Insist, MaxHours, Plugins, complete_recipe, one_place
 
 Address = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def submit(
         typer.Argument(
             help="Recipe keys to change, such as optim.batch=256, or the arguments and options of the command.",
             metavar="[KEY=VALUE|WORD]...",
-            callback=each_once,
+            callback=one_place,
         ),
     ] = None,
     plugin: Plugins = None,

@@ -32,10 +32,7 @@ from eagleray.cli.options import (
 from eagleray.cli.outcome import name_of, show_card, show_run
 from eagleray.cli.usage import UsageError, explain
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 data = typer.Typer(help="Describe, measure, cluster and show a set of shards.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel="Images")
 

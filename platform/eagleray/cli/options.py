@@ -1,6 +1,6 @@
 """Define the arguments and options that several commands share."""
 
-from collections import Counter
+from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -8,11 +8,10 @@ import typer
 from eagleray.base.errors import UserError
 
 
-def each_once(words: list[str] | None) -> list[str] | None:
-    """Return the words. Raises UserError if two set the same key, as when a shell expands a pattern with braces."""
-    keys = (word.partition("=")[0] for word in words or () if "=" in word and not word.startswith("-"))
-    for key, number in Counter(keys).items():
-        if number > 1:
+def one_place(words: list[str] | None) -> list[str] | None:
+    """Return the words. Raises UserError if neighbours set one key of `data`, as shells expand a pattern in braces."""
+    for key, same in groupby(words or (), key=lambda word: word.partition("=")[0] if "=" in word else ""):
+        if key.startswith("data.") and (number := len(list(same))) > 1:
             raise UserError(f"{key}: given {number} times; expected one value, in quotes if it has braces: {key}='...'")
     return words
 
@@ -44,7 +43,7 @@ Overrides = Annotated[
     typer.Argument(
         help="Recipe keys to change, such as optim.batch=256. `eagleray show RECIPE` prints all keys.",
         metavar="[KEY=VALUE]...",
-        callback=each_once,
+        callback=one_place,
     ),
 ]
 Plugins = Annotated[

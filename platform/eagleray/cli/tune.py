@@ -8,7 +8,7 @@ import typer
 
 import eagleray
 from eagleray.base.console import silence
-from eagleray.cli.options import Json, Plugins, complete_sweep, each_once
+from eagleray.cli.options import Json, Plugins, complete_sweep, one_place
 
 
 def tune(
@@ -26,7 +26,7 @@ def tune(
             help="Recipe keys for all trials, out=FOLDER or out=s3://BUCKET/FOLDER, or keys of the sweep itself such "
             "as sweep.trials=20.",
             metavar="[KEY=VALUE]...",
-            callback=each_once,
+            callback=one_place,
         ),
     ] = None,
     plugin: Plugins = None,

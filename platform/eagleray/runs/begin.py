@@ -33,7 +33,7 @@ def checked_plan(recipe: Recipe, scan_all: ScanAll) -> Plan:
     if begun and stored.exists() and (differ := differences(recipe, config.load(Recipe, stored))):
         raise UserError(
             f"out={recipe.out}: holds another run: {differ}; give another out=, or continue that run with "
-            f"`eagleray pretrain {stored}`"
+            f"`eagleray pretrain {recipe.out}`"
         )
     if not recipe.is_elsewhere:
         check_device(recipe, world.device_of(recipe.gpus))

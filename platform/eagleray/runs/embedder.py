@@ -46,11 +46,11 @@ class Embedder:
     def predict(self, table: Any, params: dict[str, Any] | None = None) -> NDArray[np.float32]:
         """Return the pooled features (N, D) of N images, each a file's bytes in the column `image` of a
         pandas.DataFrame. Raises ValueError for a row that is not an image."""
-        batches = [table[COLUMN].iloc[i : i + BATCH] for i in range(0, len(table), BATCH)]
-        return np.concatenate([self._embed(list(files)) for files in batches])
+        starts = range(0, len(table), BATCH)
+        return np.concatenate([self._embed(i, list(table[COLUMN].iloc[i : i + BATCH])) for i in starts])
 
-    def _embed(self, files: list[bytes]) -> NDArray[np.float32]:
-        images = torch.stack([self._crop(i, data) for i, data in enumerate(files)])
+    def _embed(self, first: int, files: list[bytes]) -> NDArray[np.float32]:
+        images = torch.stack([self._crop(row, data) for row, data in enumerate(files, first)])
         mean, std = (torch.tensor(self.settings[k]).view(-1, 1, 1) for k in ("mean", "std"))
         images = (images.float().div_(255) - mean) / std
         with torch.inference_mode():

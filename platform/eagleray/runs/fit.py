@@ -163,6 +163,8 @@ def _pixels(keys: Mapping[str, Any], size: int) -> Iterator[Value]:
         yield Value("backbone.options.img_size", side, f"{side // patch} x {side // patch} patches")
         yield Value("backbone.options.patch_size", patch, "pixels, for small images")
     yield Value("views", [_scaled(view, side / 224, patch) for view in keys["views"]], "crops as large as the images")
+    if "method.patch" in keys:  # PIRL cuts patches of so many pixels from a view
+        yield Value("method.patch", int(keys["method.patch"] * side / 224), "pixels, about the same share of a view")
     if "curriculum" in keys:
         smaller = [_smaller(phase, side / 224, patch) for phase in keys["curriculum"]]
         yield Value("curriculum", smaller, "the same, of such crops")

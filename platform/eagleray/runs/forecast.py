@@ -1,6 +1,7 @@
 """Forecast a run before it begins: whether it fits into memory, how fast it is, what limits it and what it costs."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -229,7 +230,7 @@ def forecast(recipe: Recipe, devices: Devices, data: TrainingSet, trace: StepTra
         mfu,
         rates,
         steps,
-        recipe.optim.epochs * data.images * data.image_bytes,
+        (steps * batch if recipe.max_steps else recipe.optim.epochs * data.images) * data.image_bytes,
         tuple(early_phases(recipe, devices, data, steps)),
         recipe=recipe,
         devices=devices,
@@ -296,8 +297,10 @@ def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
     recipe, devices, data = found.recipe, found.devices, found.data
 
     def attempt(changed: Recipe) -> Forecast | None:
-        result = forecast(changed, devices, data)
-        return result if result.fits else None
+        with suppress(UserError):  # a model without blocks can neither recompute nor gather them
+            if (result := forecast(changed, devices, data)).fits:
+                return result
+        return None
 
     o = recipe.optim
     if not o.checkpointing and (result := attempt(replace(recipe, optim=replace(o, checkpointing=True)))):
@@ -308,9 +311,8 @@ def remedies(found: Forecast) -> Iterator[tuple[dict[str, Any], Forecast]]:
         if result.fits:
             yield {"optim.micro_batch": size}, result
             break
-    for ranks in (2 * devices.ranks, 4 * devices.ranks):
-        wider = replace(devices, ranks=ranks)
-        if ranks <= o.batch and (result := forecast(recipe, wider, data)).fits:
+    for ranks in () if devices.is_cpu else (2 * devices.ranks, 4 * devices.ranks):  # a CPU's ranks share its memory
+        if ranks <= o.batch and (result := forecast(recipe, replace(devices, ranks=ranks), data)).fits:
             yield {"workers": ranks}, result
             break
 

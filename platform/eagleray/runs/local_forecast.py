@@ -29,10 +29,10 @@ from eagleray.models.token_linear import on_device
 from eagleray.runs import accelerators, fit, layout
 from eagleray.runs.accelerators import Rates
 from eagleray.runs.build import build_method, build_optimizer
-from eagleray.runs.checks import check_method, make_plan
+from eagleray.runs.checks import check_method, check_shares, make_plan
 from eagleray.runs.forecast import GIB, Devices, Forecast, TrainingSet, devices_of, forecast, refusal
 from eagleray.runs.plan import Plan
-from eagleray.runs.recipe import Recipe, identity
+from eagleray.runs.recipe import Recipe, check_lanes, identity
 from eagleray.runs.run_store import run_store
 from eagleray.runs.sources import resolve_paths
 from eagleray.runs.step_log import read_forecast
@@ -62,7 +62,8 @@ def plan_run(
     """Return the forecast of a recipe. The other arguments are those of `eagleray.plan`. Raises UserError when the
     recipe or an argument is wrong, and for a run that does not fit."""
     accelerator = accelerators.find(gpu) if gpu else None
-    check_method(recipe)
+    check_lanes(recipe)
+    check_shares(recipe, check_method(recipe).norm_group)
     known, files = _data(recipe, images)
     rate = input_rate or loader_rate(recipe, files, gpu=bool(accelerator))
     more = files and not (recipe.data.decode == "scaled" or input_rate or recipe.data.channels)

@@ -25,8 +25,10 @@ class NamedRun(NamedTuple):
     def plugins(self) -> Path:
         """Return a folder of this machine with the sources of the run's plug-ins, directly or in a subfolder."""
         from eagleray.storage.folder_copy import local_folder
+        from eagleray.storage.store import what_is
 
-        return local_folder(f"{self.out}/{plugins.FOLDER}") if "://" in self.out else self.file.parent
+        url = f"{self.out}/{plugins.FOLDER}"  # missing if all plug-ins are of installed packages
+        return local_folder(url) if "://" in url and what_is(url) else self.file.parent
 
 
 _looked: dict[str, NamedRun | None] | None = None  # runs that were looked up, by name; None outside of `one_look`

@@ -62,6 +62,8 @@ def pretrain(
         # No rank reads checkpoints before rank 0 has claimed the run.
         folder.epoch = dist.gather_objects(folder.epoch)[0]
         plan = open_plan(recipe, patience=60 * recipe.data.patience)
+        if world.spot and (ended := dist.from_rank_zero(lambda: folder.ended(plan.steps))):
+            return ended  # Ray has replaced the workers after the run's end, which must not be repeated
         if processes(recipe.data.workers, world.cpus):
             start_server()  # it imports what loader processes need while this process builds the model
         state = newest_checkpoint(plan, folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from eagleray.base import files
+from eagleray.base import dist, files
 from eagleray.base.errors import Futile, Outage, Preempted, UserError, one_line
 from eagleray.base.files import JsonLines, read_history, read_lines
 from eagleray.data.quarantine import Quarantine
@@ -20,13 +20,13 @@ from eagleray.engine import checkpoint, sharded_checkpoint
 from eagleray.engine.checkpoint_files import last_epoch
 from eagleray.engine.sharded_checkpoint import ShardWriter
 from eagleray.runs import layout
-from eagleray.runs.attempts import Attempts
+from eagleray.runs.attempts import Attempts, read_starts
 from eagleray.runs.background import side_work
 from eagleray.runs.health import AT_END, KINDS, Finding, words
 from eagleray.runs.recipe import Recipe, flat
 from eagleray.runs.run_store import FolderClaim, run_store
 from eagleray.runs.stop_signal import StopSignal
-from eagleray.runs.summary import CHECKED, HEALTH, UNCHECKED, read_summary
+from eagleray.runs.summary import CHECKED, HEALTH, UNCHECKED, finished, read_summary
 from eagleray.runs.tracking import DataInput, Tracking
 from eagleray.storage.store import store
 
@@ -47,13 +47,7 @@ class RunDir:
     is a working folder on this machine, which rank 0 uploads."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        rank: int,
-        tracking: Tracking,
-        *,
-        command: str,
-        stop: threading.Event | None = None,
+        self, recipe: Recipe, rank: int, tracking: Tracking, *, command: str, stop: threading.Event | None = None
     ) -> None:
         """`command` is the id of the user's command, and `stop` an event by which a command asks a run in its own
         process to stop."""
@@ -203,6 +197,11 @@ class RunDir:
         """Return, on rank 0, the number of lines of the histories that a later start cannot cut by step (see `cut`)."""
         return {layout.HEALTH: self.findings.count, layout.QUARANTINE: len(self.bad)} if self.rank == 0 else {}
 
+    def ended(self, steps: int) -> dict[str, Any] | None:
+        """Return, on rank 0, the summary of a run whose last start has taken all `steps` and ended, else None."""
+        [*_, last] = [{}, *read_starts(self.path / layout.STARTS)]
+        return finished(self.path, steps) if "ended" in last else None
+
     def starts_in_vain(self) -> int:
         """Return how many starts of this command in a row, this one included, began at the same step."""
         return self.starts.in_vain(self.command) if self.starts else 0
@@ -315,14 +314,14 @@ class RunDir:
         return any(record["step"] == step for record in self.records())
 
     def begin_online(self, step: int) -> int:
-        """On rank 0, record that the evaluation at a step of the training begins, and return how often it has begun,
-        this time included. Other ranks return 0."""
+        """On rank 0, record that the evaluation at a step of the training begins, and return how often it has begun
+        with as many ranks, this time included: Ray ends it to change their number. Other ranks return 0."""
         if self.rank != 0:
             return 0
-        path = self.path / layout.EVALUATION
+        path, now = self.path / layout.EVALUATION, {"step": step, "ranks": dist.size()}
         [*_, last] = [{}, *read_lines(path)]
-        starts = last["starts"] + 1 if last.get("step") == step else 1
-        files.write_atomic(path, json.dumps({"step": step, "starts": starts}) + "\n")
+        starts = last["starts"] + 1 if last.items() >= now.items() else 1
+        files.write_atomic(path, json.dumps(now | {"starts": starts}) + "\n")
         return starts
 
     def begin_evaluation(self, summary: Mapping[str, Any]) -> int:
@@ -331,7 +330,8 @@ class RunDir:
         if self.rank != 0:
             return 0
         known, path = read_summary(self.path), self.path / layout.SUMMARY
-        again = known.get("steps") == summary["steps"]
+        ranks = {start.get("ranks") for start in (self.starts.starts[-2:] if self.starts else [])}
+        again = known.get("steps") == summary["steps"] and len(ranks) < 2  # Ray ends it to change their number
         starts = (int(known.get(layout.EVALUATION_STARTS, 0)) if again else 0) + 1
         files.write_atomic(path, json.dumps({**summary, layout.EVALUATION_STARTS: starts}, indent=1))
         return starts

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from eagleray.base import dist
 from eagleray.base.errors import UserError, explained, named
 from eagleray.base.text import aligned
 from eagleray.engine.checkpoint_files import sha256
@@ -191,6 +192,8 @@ def build_started(recipe: Recipe, images: int) -> Started:
     `images` is the size of the training set. Raises UserError when a source does not fit."""
     if recipe.start:
         source = read(recipe.start)
+        if len(set(dist.gather_objects(source.about))) > 1:  # the source still trains; a restart may help
+            raise RuntimeError(f"{KEY}={recipe.start.source}: ranks read different checkpoints")
         method = build_method(recipe, lambda network: weights.fill(network, source.weights))
         method.allocate(images)
         if recipe.backbone.lora:  # adapted student and teacher share the exported weights
@@ -286,11 +289,8 @@ def take_progress(plan: Plan, started: Started, optimizer: torch.optim.Optimizer
     copy the moments of the parameters that both methods have. Raises UserError when they do not fit."""
     check_progress(plan, started)
     recipe, source = plan.recipe, started.source
-    if recipe.start is None or recipe.start.what != "all":
+    if not (recipe.start and recipe.start.what == "all" and source and source.run and source.state):
         return 0
-    assert source
-    assert source.run
-    assert source.state
     theirs = build_optimizer(source.run.recipe, source.run.method)
     theirs.load_state_dict(source.state["optimizer"])
     moments = {name: theirs.state[p] for name, p in _parameters(source.run.method) if theirs.state.get(p)}
