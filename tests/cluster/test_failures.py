@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from helpers.bucket import CountingBucket
 
 from eagleray.base.errors import Outage, UserError
-from eagleray.cluster import failure, ray_train, resize
+from eagleray.cluster import failure, ray_train, resize, supervisor
 from eagleray.cluster.session import session
 from eagleray.cluster.supervisor import RayWorker
 from eagleray.runs import bucket_files
 from eagleray.runs.bucket_files import RunCopy
 from eagleray.runs.run_store import RunStore, run_store
+from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
 
 
@@ -65,12 +67,14 @@ def test_an_error_that_cannot_be_counted_is_no_failure(tmp_path: Path, monkeypat
 
 def test_a_traceback_of_another_machine_is_in_the_log_of_a_remote_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(store.STORES, "s3", CountingBucket(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out = "s3://bucket/run"
     failed = {"command": "a", "user": False, "why": "no", "trace": "rank 3 failed\n"}
     run_store(out).put(".failure", json.dumps(failed))
     store.put_bytes(bucket_files.part_url(out, "train.log", 2, 0), b"begun\n")
-    with pytest.raises(RuntimeError, match=r"^no$"):
-        ray_train.raise_failure(out, "a")
+    for _ in range(2):  # the second time it is there
+        with pytest.raises(RuntimeError, match=r"^no$"):
+            ray_train.raise_failure(out, "a")
     RunCopy(out, tmp_path / "reader").fetch()
     assert (tmp_path / "reader" / "train.log").read_text() == "begun\nrank 3 failed\n"
 
@@ -132,6 +136,22 @@ def test_ray_does_not_wait_for_workers_that_ended_or_died(group: Any, monkeypatc
         callback.after_worker_group_training_start(group)
         ended(None)
         callback.before_controller_execute_resize_decision(None)
+
+
+def test_ray_does_not_wait_for_a_run_that_has_ended(group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept: dict[str, str] = {}
+    there = SimpleNamespace(set=kept.__setitem__, get=lambda key: kept[key].encode())
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *_, **__: there)
+    monkeypatch.setattr(supervisor, "failure_of", lambda *_: None)
+    monkeypatch.setattr(supervisor, "Spare", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda *_: {"steps": 12})
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
+    for name in "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT":
+        monkeypatch.setenv(name, "0")
+    given: dict[str, Any] = {"recipe": {"out": str(tmp_path), "method": {"name": "mae"}}, "command": "a", "cpus": 1}
+    assert not resize.has_saved()
+    assert supervisor.supervise(given | {"tracking": Tracking("none")}) == {"steps": 12}
+    assert resize.has_saved()
 
 
 def test_a_failure_that_ray_keeps_is_that_of_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

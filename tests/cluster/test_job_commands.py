@@ -19,7 +19,7 @@ import pytest
 import yaml
 from helpers import forked, ray_auth
 from helpers.fake_head import FakeHead
-from helpers.plugins import write_plugin
+from helpers.plugins import write_plugin, write_recipe
 
 from eagleray.api import job_commands
 from eagleray.base.errors import UserError
@@ -107,6 +107,7 @@ def test_a_sweep_travels_with_its_recipes(head: FakeHead, sweep: Path, tmp_path:
     [
         (["evaluate", "s3://bucket/run", "--train", "s3://b/train", "--workers", "4", "--k", "10"], "4 worker(s)"),
         (["evaluate", "timm:vit_tiny_patch16_224", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
+        (["evaluate", "vit_tiny_patch16_224", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
         (["evaluate", "hf:timm/vit_tiny", "--out", "s3://b/eval", "--workers", "2"], "2 worker(s)"),
         (["prepare", "folder", "s3://bucket/photos", "s3://bucket/shards", "--dedup", "--size", "64"], "every CPU"),
         (["index", "s3://bucket/train-{000..127}.tar"], "each shard"),
@@ -154,6 +155,23 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
     assert package.read("my_method.py") == path.read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:Overwriting vit_of_a_plugin")
+def test_a_sweep_travels_with_the_plugins_that_its_recipes_list(
+    head: FakeHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eagleray
+):
+    path = write_plugin(tmp_path / "mine")
+    tree = {"recipe": str(write_recipe(tmp_path / "mine")), "space": {"method.dim": {"choice": [8, 12]}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree | {"scheduler": "none", "fixed": {"workers": 1}}))
+    code, text = eagleray("submit", "tune", tmp_path / "mine.yaml", "data.train=s3://b/train", "out=s3://b/sweep")
+    assert code == 0, text
+    _, words, package = sent(head)
+    assert words == ["tune", "sweep.yaml", "--resume"]
+    package.extractall(there := tmp_path / "there", ["sweep.yaml", path.name])
+    plugins.unload()
+    monkeypatch.chdir(there)  # as the job's command is run on the head
+    assert sweeps.load("sweep.yaml").alternatives[""].recipe["plugins"][0]["name"] == "my_method.py"
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -179,6 +197,10 @@ def test_plugins_lie_where_the_command_looks_for_them(head: FakeHead, tmp_path: 
         (["index", "shards/"], "URL=shards/: a relative path"),
         (["index", "s3://b/shards", "--gpus", "2"], "--gpus 2: only for runs and evaluate"),
         (["finetune", "runs/a", "dino_vits16_in1k_ep100"], "WEIGHTS=runs/a: a relative path"),
+        (
+            ["mocov3_vitxs8_shapes_demo", "data.train={url: s3://b/t, exclude: gone.csv}", "out=s3://b/a"],
+            "data.train=gone.csv: a relative path",
+        ),
     ],
 )
 def test_a_wrong_command_is_not_sent(head: FakeHead, sweep: Path, words: list[str], wanted: str, eagleray):

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.plugins import write_plugin, write_recipe
 from helpers.recipes import SMALL
 
 from eagleray import config
 from eagleray.base import files
 from eagleray.base.errors import Outage, UserError
-from eagleray.config import bundled
+from eagleray.config import bundled, plugins
 from eagleray.runs import recipe as recipes
 from eagleray.runs.recipe import Recipe
 from eagleray.runs.tracking import Tracking, tracking_of, write_note
@@ -278,6 +279,18 @@ def test_the_best_is_one_that_took_all_its_steps(study: Study):
     again = recipes.load(str(path))
     assert again.optim.lr.value == best["values"]["optim.lr.value"]
     assert again.out == str(study.folder / "best")
+
+
+@pytest.mark.filterwarnings("ignore:Overwriting vit_of_a_plugin")
+def test_the_copy_of_a_sweep_in_a_store_has_its_plugins(tmp_path: Path, request: pytest.FixtureRequest):
+    request.addfinalizer(plugins.unload)
+    write_plugin(tmp_path / "recipes")
+    tree = {"recipe": str(write_recipe(tmp_path / "recipes")), "space": {"method.dim": {"choice": [8, 12]}}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    (copy := tmp_path / "copy").mkdir()
+    begin(Study(load(str(tmp_path / "sweep.yaml")), tmp_path / "out", folder=copy))
+    for place in copy, tmp_path / "out":
+        assert (place / "plugins" / "my_method.py").exists()
 
 
 def test_fewer_trials_than_are_done_leave_none(study: Study, tmp_path: Path):

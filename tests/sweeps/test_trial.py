@@ -14,7 +14,7 @@ import pytest
 from helpers import forked
 from helpers.sweeps import through, trial_settings, wait_until
 
-from eagleray.base.errors import Outage, Superseded
+from eagleray.base.errors import Outage, Superseded, UserError
 from eagleray.base.files import read_lines
 from eagleray.methods.method import Method
 from eagleray.runs import layout, pretrain, rank_run
@@ -165,6 +165,21 @@ def test_a_trial_that_tune_starts_again_has_each_result_once(tmp_path: Path):
         result = {"step": step, "steps": 10, "percent": 10.0 * step, "value": 1.0, "seconds": 1.0, "numbers": {}}
         journal.on_trial_result(0, [], "000", result)
     assert [r["step"] for r in read_lines(tmp_path / "reports.jsonl")] == [4, 8, 9]
+
+
+def test_a_trial_whose_files_do_not_arrive_is_not_taken_for_stopped(tmp_path: Path):
+    study = Study(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "state": "running", "seconds": 0.0}}
+    journal = ray_tune.journal(local := LocalState(study, threading.Event(), None))
+
+    def fit() -> None:
+        result = {"step": 10, "steps": 10, "percent": 100.0, "value": 1.0, "seconds": 1.0, "numbers": {}}
+        journal.on_trial_result(0, [], "000", result)
+        journal.on_trial_complete(0, [], "000")
+
+    with pytest.raises(UserError, match=f"^out={tmp_path}: lacks the summary of trial 000.* that all machines share"):
+        ray_tune._fit(SimpleNamespace(fit=fit), local, lambda: None)
+    assert study.rows["000"]["state"] == "waiting"
 
 
 def test_an_outage_while_an_ended_trial_is_fetched_fails_it_not(

@@ -1,7 +1,10 @@
 """How many trials run at once, what each asks for, and one line where that cannot be had."""
 
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from helpers.recipes import SMALL
 from eagleray.base.errors import UserError
 from eagleray.runs import layout
 from eagleray.runs.run_store import run_store
-from eagleray.sweeps import width
+from eagleray.runs.tracking import Tracking
+from eagleray.sweeps import ray_tune, width
 from eagleray.sweeps.study import Study
 from eagleray.sweeps.sweep import Sweep, load
 from eagleray.sweeps.width import TrialWaiting, Width, share
@@ -63,6 +67,18 @@ def test_what_cannot_be_had_is_one_line(overrides: list[str], said: str, tmp_pat
         asks(tmp_path, [{"CPU": 2.0}], *overrides, joined=False)
     [line] = str(e.value).splitlines()
     assert said in line
+
+
+def test_an_empty_address_names_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setattr(ray_tune, "VARIABLES", {})
+    monkeypatch.setattr(ray_tune, "_keep_keys", lambda: None)
+    monkeypatch.setattr(ray_tune, "machines", lambda ray: [{"CPU": 2.0}])
+    for context in "session", "divert_stderr":
+        monkeypatch.setattr(ray_tune, context, nullcontext)
+    study: Any = SimpleNamespace(sweep=sweep(tmp_path, "sweep.cpus=4"), folder=tmp_path)
+    with pytest.raises(UserError, match="a trial needs 4 CPUs, which this machine has not"):
+        ray_tune.launch(study, Tracking("none"), most=None, stop=threading.Event(), screen=nullcontext(lambda: None))
 
 
 def test_trials_do_not_take_parts_of_two_gpus():

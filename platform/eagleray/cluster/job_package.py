@@ -125,15 +125,16 @@ def pack_words(
     files: Mapping[str, str] | None = None,
     *,
     asks: str,
+    used: Sequence[loading.Plugin] = (),
 ) -> JobPackage:
     """Return the package of a command other than `pretrain`. `words` are the arguments after its name, `files` the
-    texts of files to send along, by name. Plug-ins are put into the working folder of the command, where it looks for
-    them. Raises UserError for plug-ins that cannot be used, and for secrets."""
+    texts of files to send along, by name. Plug-ins, with those `used` by the files, are put into the working folder of
+    the command, where it looks for them. Raises UserError for plug-ins that cannot be used, and for secrets."""
     loaded = [config.check(loading.Plugin, tree, "plugins") for tree in loading.resolve([str(p) for p in plugins])]
     line = (command, *words, *(word for p in loaded for word in ("--plugin", p.name)))
     everything = [*line, *(files or {}).values(), *(p.sha256 for p in loaded)]
     digest = hashlib.sha256("\0".join(everything).encode()).hexdigest()
-    sources = {".": _joined(loading.pack(loaded))}
+    sources = {".": _joined(loading.pack([*loaded, *used]))}
     return JobPackage(identify(out, command), command, name, out, digest, line, asks, files or {}, sources)
 
 
@@ -155,7 +156,8 @@ def check_data_places(recipe: Recipe) -> None:
     """Raises UserError when `check_place` refuses the place of a recipe's data, weights or cache."""
     for key, sources in ("data.train", recipe.data.sources()), ("data.test", recipe.data.test or ()):
         for source in sources:
-            check_place(key, source.url)
+            for place in filter(None, (source.url, source.exclude, *source.columns)):
+                check_place(key, place)
     for key in weight_files(resolve_paths(recipe)):  # names of weights such as timm's are no files
         check_place(key, recipe.weight_sources[key])
     if recipe.data.cache:

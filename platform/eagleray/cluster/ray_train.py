@@ -166,9 +166,8 @@ def raise_failure(out: str, command: str) -> None:
         return
     if trace := failure.get("trace", "").strip():
         with contextlib.suppress(UserError, Outage, OSError):
-            run = run_store(out)
-            # The run's folder may be local, where every rank has written the trace already.
-            if trace.rpartition("\n")[2] not in (run.get(layout.LOG) or ""):
+            log = (run := run_store(out)).fetch() / layout.LOG
+            if not log.exists() or trace.rpartition("\n")[2] not in log.read_text(errors="replace"):
                 run.append(layout.LOG, failure["trace"])
     raise (UserError if failure["user"] else Outage if failure.get("outage") else RuntimeError)(failure["why"])
 

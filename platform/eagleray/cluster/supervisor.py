@@ -269,8 +269,6 @@ def supervise(given: dict[str, Any]) -> Any:
             own = ray.get_runtime_context().get_node_id()
             cpus = cpus_per_gpu(next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own), cpus)
         return Supervisor(spare, store, rank, size, worker).run(given | {"device": str(device), "cpus": cpus})
-    except Preempted:
-        note_saved()
-        raise  # Ray then starts workers on other machines, or another number of workers
     finally:
+        note_saved()  # the run has saved, ended or failed: Ray need not wait before it starts other workers
         spare.close()

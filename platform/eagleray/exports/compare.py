@@ -108,12 +108,7 @@ def values_of(rgb: NDArray[np.uint8], channels: Sequence[Channel]) -> NDArray[np
 
 
 def compare(
-    source: Source,
-    folder: Path,
-    program: str,
-    *,
-    sizes: Sequence[tuple[int, int, int]] = (),
-    ours: bool = False,
+    source: Source, folder: Path, program: str, *, sizes: Sequence[tuple[int, int, int]] = (), ours: bool = False
 ) -> Difference:
     """Load an export in a new process with the `program` of its card, and compare its features and pixels with ours.
 

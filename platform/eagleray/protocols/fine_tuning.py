@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from timm.layers import DropPath, calculate_drop_path_rates
+from timm.layers import DropPath, PatchDropout, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from eagleray.base import dist
@@ -44,11 +44,13 @@ def set_drop_path(model: nn.Module, rate: float) -> float:
     """Set the rates of stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model's blocks in place.
 
     The rates rise linearly from 0 for the first block to `rate` for the last. Returns the rate of the last block, or 0
-    if the model has no drop path modules."""
+    if the model has no drop path modules. A model that pretraining has shown some of the patches now sees all."""
     blocks: list[tuple[nn.Module, list[str]]] = []
     for block in model.modules():
         names = [name for name, part in block.named_children() if name in DROP_PATHS or isinstance(part, DropPath)]
         blocks += [(block, names)] if names else []
+        if isinstance(block, PatchDropout):
+            block.prob = 0.0
     rates = calculate_drop_path_rates(rate, len(blocks)) if blocks else []
     for (block, names), share in zip(blocks, rates, strict=True):
         for name in names:

@@ -133,13 +133,7 @@ def moments(x: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
 
 
 def fit(
-    train: Rows,
-    *,
-    classes: int,
-    epochs: int,
-    batch: int,
-    rates: Sequence[float],
-    generator: torch.Generator,
+    train: Rows, *, classes: int, epochs: int, batch: int, rates: Sequence[float], generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Train R classifiers of features (N, D), one for each learning rate. The gradients of all ranks are summed.
 

@@ -16,7 +16,7 @@ from typing import Any
 from eagleray import config
 from eagleray.base.errors import Outage, Preempted, Superseded, UserError, hide_secrets
 from eagleray.base.threads import begin
-from eagleray.cluster.session import divert_stderr, machines, session
+from eagleray.cluster.session import divert_stderr, joining, machines, session
 from eagleray.config import plugins
 from eagleray.runs import layout
 from eagleray.runs.command import new_command
@@ -51,7 +51,7 @@ class LocalState:
 
     def __init__(self, study: Study, stop: threading.Event, width: Width) -> None:
         self.study, self.stop, self.width = study, stop, width
-        self.away = ""  # error of a store whose outage has stopped the trials
+        self.error: UserError | Outage | None = None  # the error that has stopped the trials, as of a store's outage
         self.command = new_command()
         self.deaths = Counter[str]()  # deaths of each trial's process that count towards DEATHS
 
@@ -75,7 +75,7 @@ def launch(study: Study, tracking: Tracking, *, most: int | None, stop: threadin
 
         # `session` has set the authentication that Ray, which is imported here, reads.
         _keep_keys()
-        joined, nodes = "RAY_ADDRESS" in os.environ, machines(ray)
+        joined, nodes = joining(), machines(ray)
         each = share(study.sweep, nodes, joined=joined)
         # An autoscaler adds machines for pending trials. Only one is pending with Optuna, which learns from results.
         pending = 1 if study.sweep.search == "optuna" else min(most or PENDING, PENDING)
@@ -131,8 +131,8 @@ def _fit(tuner: Any, local: LocalState, show: Callable[[], None]) -> None:
     if e := ended.exception():
         cause = getattr(e, "cause", e)
         raise cause if isinstance(cause, UserError | Outage) else RuntimeError(f"Ray Tune gave up: {e}") from e
-    if local.away:
-        raise Outage(f"{local.away}; the same command with --resume continues")
+    if local.error:
+        raise local.error
 
 
 def trial_settings(study: Study, row: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def journal(local: LocalState) -> Any:
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             name = str(trial)
             if "away" in result:  # stop all trials, as each would wait for the same store
-                local.away = f"trial {name}: {result['away']}"
+                local.error = Outage(f"trial {name}: {result['away']}; the same command with --resume continues")
                 local.stop.set()
             known = local.study.reports.get(name, [])
             # A trial that Tune has started again reports the results of its run once more.
@@ -228,6 +228,10 @@ def journal(local: LocalState) -> Any:
             if run_store(local.study.trial(name)).get(layout.FAILED) is not None:
                 return self.on_trial_error(iteration, trials, trial)
             through = finished_summary(local.study.trial(name))
+            if not through and local.study.reports.get(name, [{}])[-1].get("percent") == 100:
+                lacks = f"out={local.study.out}: lacks the summary of trial {name}, which took all its steps elsewhere"
+                local.error = UserError(f"{lacks}; expected a folder that all machines share, or a URL; see --resume")
+                local.stop.set()
             state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])

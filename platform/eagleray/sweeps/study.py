@@ -169,7 +169,8 @@ def check_same(study: Study) -> None:
 def begin(study: Study) -> None:
     """Write sweep.yaml, and the plug-ins of its recipes."""
     files.write_atomic(study.folder / SWEEP, config.dump(study.sweep))
-    write_plugins(study.out, study.plugins())
+    for place in {study.out, str(study.folder)}:  # best.yaml looks for them in this machine's copy of the sweep, too
+        write_plugins(place, study.plugins())
 
 
 def _identity(sweep: Sweep) -> dict[str, Any]:

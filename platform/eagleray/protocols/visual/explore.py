@@ -49,10 +49,7 @@ def components(backbone: Backbone, index: Index, settings: Components, workspace
     first, front, colours, variance = coloured(patches, grid)
     rows: dict[str, list[draw.Tile]] = {}
     for i, (picture, ramp) in enumerate(zip(crops, spread(first.flatten()[:, None]).view(first.shape), strict=True)):
-        tiles = [
-            draw.Tile(draw.pixels(picture)),
-            draw.Tile(draw.heat_overlay(picture, ramp), "first component"),
-        ]
+        tiles = [draw.Tile(draw.pixels(picture)), draw.Tile(draw.heat_overlay(picture, ramp), "first component")]
         rows[f"image {i}"] = [
             *tiles,
             draw.Tile(draw.colour_overlay(picture, colours[i]), "components of the foreground"),
