@@ -118,7 +118,7 @@ def test_another_recipe_is_refused_with_both_ways_out(whole: Path, small: Path, 
         pretrain(*split(arguments(small, shards, whole, "method.temperature=0.5")))
     assert "method.temperature is 0.2 there and 0.5 here" in str(e.value)
     assert "another out=" in str(e.value)
-    assert f"eagleray pretrain {whole / 'recipe.yaml'}" in str(e.value)
+    assert f"continue that run with `eagleray pretrain {whole}`" in str(e.value)
 
 
 @pytest.mark.slow
