@@ -137,7 +137,7 @@ def forecasts(
             result = eagleray.plan(str(file), {"data.train": None}, **asked)
             how = ""
         except UserError as e:
-            if "GiB on each" not in str(e):  # as `refusal` says of a run that does not fit
+            if "GiB on each" not in str(e):  # only `refusal`, for a run that does not fit, says this
                 raise
             result = eagleray.plan(str(file), {"data.train": None, "optim.micro_batch": "auto"}, **asked)
             how = " with optim.micro_batch=auto"

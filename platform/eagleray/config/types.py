@@ -24,7 +24,7 @@ def _above_zero(schedule: Schedule) -> Schedule:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Temperature = Annotated[Schedule, AfterValidator(_above_zero)]  # of a teacher
+Temperature = Annotated[Schedule, AfterValidator(_above_zero)]  # losses divide by a teacher's temperature
 Layers = Annotated[int, Field(gt=0)]  # layers of a projector; the papers use 2
 Classes = Annotated[int, Field(ge=2)]
 Bytes = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(_bytes)]

@@ -44,7 +44,7 @@ from eagleray.storage.store import folder_of, store
 
 log = logging.getLogger(__name__)
 LONG = 60.0  # seconds for which requests to a store are repeated in the background
-TRIES = 5  # to read a file that other processes delete
+TRIES = 5  # reads of a checkpoint before it is skipped; other processes may delete its files meanwhile
 NEWEST = 3  # `listing` reads the manifests of this many newest checkpoints
 
 

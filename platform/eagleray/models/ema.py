@@ -36,8 +36,10 @@ def ema_copy(net: M) -> M:
     for module in out.modules():
         if isinstance(module, DropPath | DropBlock2d):
             module.drop_prob = 0.0
-        elif isinstance(module, PatchDropout | nn.Dropout):
-            setattr(module, "prob" if isinstance(module, PatchDropout) else "p", 0.0)
+        elif isinstance(module, PatchDropout):
+            module.prob = 0.0
+        elif isinstance(module, nn.Dropout):
+            module.p = 0.0
         elif hasattr(module, "aug_active"):  # only timm's rotary positions have this switch
             module.aug_active = False  # type: ignore[assignment]
         elif hasattr(module, "drop_rate"):  # some CNNs of timm draw dropout without a module
