@@ -474,8 +474,10 @@ def slurm_with_stubs(bench: dict[str, str], tmp_path: Path, job: int) -> dict[st
     stub(
         bench,
         "ray",
-        f'[ "$1" = status ] && exec echo " 1 node_a"\nstat -c "%a %n" "$RAY_TMPDIR" > {tmp_path}/told\n'
-        f'touch "$RAY_TMPDIR/a"\nexec /bin/sleep 60\n',
+        f'[ "$1" = status ] && exec echo " 1 node_a"\ntouch "$RAY_TMPDIR/a"\n'
+        # The job ends as soon as the file is there, and Ray with it: so the file appears whole.
+        f'stat -c "%a %n" "$RAY_TMPDIR" > {tmp_path}/telling\nmv {tmp_path}/telling {tmp_path}/told\n'
+        "exec /bin/sleep 60\n",
     )
     stub(bench, "hostname", "echo 127.0.0.1\n")
     stub(bench, "scontrol", "echo one\n")
