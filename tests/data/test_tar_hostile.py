@@ -5,6 +5,7 @@ import itertools
 import re
 import resource
 import time
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -53,7 +54,7 @@ def test_every_case_of_the_review(tmp_path: Path, case: str) -> None:
     assert len(wrong) == bool(reason)
     assert not reason or re.search(reason, str(wrong[0])), wrong
     assert all(crc32(data[r.offset : r.offset + r.size]) == r.crc for r in rows if not r.reason)
-    items = _samples(Blob(str(tmp_path / "x.tar"), len(data)))
+    items = _samples(Blob(str(tmp_path / "x.tar"), len(data)), Counter())
     assert len(table(items)) == len(rows)
     assert [i.reason is None for i in items] == [r.reason is None for r in rows]
 
@@ -90,7 +91,7 @@ def check(path: Path, data: bytes) -> None:
     assert all(crc32(data[r.offset : r.offset + r.size]) == r.crc for r in good)
     assert all(len(r.reason) < 300 for r in rows if r.reason)
     with contextlib.suppress(UserError):  # it is compressed
-        table(_samples(Blob(str(path), len(data))))
+        table(_samples(Blob(str(path), len(data)), Counter()))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from helpers.public_sets import (
     validation,
     webvision,
 )
-from helpers.sources import drop_reasons, read_source, source_error
+from helpers.sources import drop_reasons, find_source, read_source, source_error
 
 from eagleray.api.data import prepare
 from eagleray.datasets.catalogue import SOURCES
@@ -212,6 +213,24 @@ def test_webdataset_keeps_labels_and_metadata(tmp_path: Path):
         "c": "no image: only cls",
         "s-2": "cut off or damaged after 1 members: its last member ends at byte 1536 of 844",
     }
+
+
+def test_webdataset_counts_what_belongs_to_no_sample(tmp_path: Path):
+    members = [*((f"a.{i}.jpg", jpeg(i)) for i in range(3)), ("._a.jpg", b"x"), ("README", b"x")]
+    path = write_tar(tmp_path / "in" / "x.tar", members)
+    with tarfile.open(path, "a") as tar:
+        link = tarfile.TarInfo("b.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.0.jpg"
+        tar.addfile(link)
+    path.write_bytes(2 * path.read_bytes())  # two archives, as `cat` joins them
+    listing = find_source("webdataset", tmp_path / "in").listing()
+    assert [item.reason for item in listing.items] == [None, None]
+    assert list(listing.found()) == [
+        f"not read  4 images, as another of their sample is (most in {path});"
+        " a sample is all files whose names are equal up to the first dot",
+        f"not read  2 extensionless files, 2 hard links, 2 hidden files, which are no samples (most in {path})",
+        f"joined    1 archives behind the end of another one, read as well (most in {path})",
+    ]
 
 
 def test_webdataset_where_an_expression_is_true(tmp_path: Path):

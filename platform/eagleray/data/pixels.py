@@ -63,7 +63,7 @@ def open_image(data: bytes | memoryview) -> Image.Image:
         check_jpeg(data)
     check_webp(data)
     try:
-        image = Image.open(io.BytesIO(without_texts(data) if data[:8] == PNG else data), formats=_formats())
+        image = open_allowed(data)
         check_image(image, len(data))
         return image
     except UnidentifiedImageError:
@@ -72,6 +72,11 @@ def open_image(data: bytes | memoryview) -> Image.Image:
         if bytes(data[:4]) in (b"II*\0", b"MM\0*"):
             raise BadImage(NOT_READ) from None
         raise
+
+
+def open_allowed(data: bytes | memoryview) -> Image.Image:
+    """Open an image of an allowed format, whatever it takes to decode it. Raises Pillow's errors."""
+    return Image.open(io.BytesIO(without_texts(data) if data[:8] == PNG else data), formats=_formats())
 
 
 def without_texts(png: bytes | memoryview) -> bytes | memoryview:

@@ -262,7 +262,7 @@ def _write_plan(
     In this order, the items are complete whenever a plan exists."""
     listing = source.listing()
     items = _unique_keys(table(listing.items))
-    for line in filter(None, (listing.note, listing.found())):
+    for line in filter(None, (listing.note, *listing.found())):
         note(line)
     name = f"items-{_digest(identity)}.parquet"  # a command with other options writes to another file
     plan = {"options": identity, "done": False, "classes": list(listing.classes), "items": name}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from timm.layers import DropPath
 
 from eagleray.base.errors import UserError
@@ -216,6 +216,12 @@ def test_three_layouts_are_read(tmp_path: Path, plain: Path):
     assert Masks.of(folder).classes == ("wall", "building")
 
 
+def test_hidden_files_are_no_images(plain: Path):
+    for part in ("images", "masks"):
+        (plain / part / "train/._s0.png").write_bytes(bytes(163))
+    assert [pair.image.name for pair in Masks.of(plain).train] == ["s0.png", "s1.png"]
+
+
 def test_a_list_of_classes_may_begin_with_a_byte_order_mark(plain: Path):
     (plain / "classes.txt").write_text("void\nsquare\nvélo\n", "utf-8-sig")
     masks = Masks.of(plain)
@@ -245,6 +251,8 @@ def spoilt(folder: Path, how: str) -> None:
         image.write_bytes(b"x")
     elif how == "broken mask":
         mask.write_bytes(image.read_bytes()[:60])
+    elif how == "PostScript":  # Pillow would start Ghostscript for it
+        Image.new("L", (56, 40)).save(mask, "EPS")
     elif how == "no layout":
         image.parent.rename(folder / "images/learn")
 
@@ -266,6 +274,7 @@ def read(folder: Path) -> None:
         ("colours", r"masks/train/s0.png: has 3 channels; expected one"),
         ("broken image", r"images/train/s0.png: "),
         ("broken mask", r"masks/train/s0.png: "),
+        ("PostScript", r"masks/train/s0.png: cannot identify image file"),
         ("no layout", r"--masks .*expected the folders images/training, annotations/training"),
     ],
 )
@@ -275,6 +284,14 @@ def test_a_set_that_is_wrong_is_refused_in_one_line(plain: Path, how: str, said:
     with pytest.raises(UserError, match=said) as e:
         read(plain)
     assert "\n" not in str(e.value)
+
+
+def test_a_mask_may_have_a_long_text(plain: Path):
+    mask, info = plain / "masks/train/s0.png", PngImagePlugin.PngInfo()
+    before = data.read_mask(mask)
+    info.add_text("Comment", "x" * 2**21, zip=True)
+    Image.fromarray(before.astype(np.uint8)).save(mask, pnginfo=info)
+    assert (data.read_mask(mask) == before).all()
 
 
 def test_a_crop_keeps_image_and_classes_together(plain: Path, monkeypatch: pytest.MonkeyPatch):

@@ -215,6 +215,7 @@ def test_a_list_that_names_every_frame(tmp_path: Path):
     root = davis_folder(tmp_path, year="480p")
     lines = [f"/JPEGImages/480p/squares/{i:05d}.jpg /Annotations/480p/squares/{i:05d}.png" for i in range(5)]
     (root / "ImageSets/480p/val.txt").write_text("\n".join(lines) + "\n")
+    (root / "JPEGImages/480p/squares/._00001.jpg").write_bytes(bytes(163))  # as macOS leaves it
     assert [(v.name, len(v.frames), v.binary) for v in videos(root, "val")] == [("squares", 5, True)]
 
 
@@ -243,6 +244,9 @@ def test_what_is_not_there(tmp_path: Path):
     at = whole.index(b"IDAT")
     first.write_bytes(whole[: at - 4] + (9).to_bytes(4) + whole[at : at + 13] + bytes(100))  # zeros after some pixels
     with pytest.raises(UserError, match=r"00000\.png: cannot be read"):
+        module.read_mask(first, binary=False)
+    Image.new("L", (128, 96)).save(first, "EPS")  # Pillow would start Ghostscript for it
+    with pytest.raises(UserError, match=r"00000\.png: cannot be read: cannot identify image file"):
         module.read_mask(first, binary=False)
     (root / "ImageSets/2017/val.txt").write_text("squares\ncircles\n")
     with pytest.raises(UserError, match="circles: expected three frames or more, found 0"):

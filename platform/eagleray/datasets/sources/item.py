@@ -56,7 +56,7 @@ class Listing:
     items: Iterable[Item]  # their order depends on the source alone
     classes: Sequence[str] = ()  # names by label
     note: str = ""  # one line about data of the source that the items lack, such as labels
-    found: Callable[[], str] = str  # returns a second such line, or ""; may be called once all items have been read
+    found: Callable[[], Iterable[str]] = tuple  # returns more such lines; may be called once all items have been read
 
 
 def table(items: Iterable[Item]) -> pa.Table:

@@ -2,6 +2,7 @@
 
 import io
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
@@ -30,16 +31,16 @@ def members(tar: Span) -> Iterator[Span]:
         yield span
 
 
-def members_and_holes(tar: Span) -> Iterator[tuple[Span, bool]]:
+def members_and_holes(tar: Span, passed: Counter[str] | None = None) -> Iterator[tuple[Span, bool]]:
     """Yield the files in a tar, each with a flag: true if it is stored sparse, so that the span's bytes are not its
-    content. Raises the same errors as `members`, except for sparse files."""
+    content. Members that are no files are counted in `passed`. Raises as `members`, except for sparse files."""
     source = io.BufferedReader(RangeFile(tar, sparse=True), READ)
     kind = next((k for magic, k in MAGIC.items() if source.peek(8).startswith(magic)), None)
     if kind:
         raise UserError(f"{_title(tar)}: compressed with {kind}, so its members cannot be read in place; unpack it")
     count = 0
     try:
-        for name, offset, size, sparse in tar_headers.members(cast(BinaryIO, source), tar.size):
+        for name, offset, size, sparse in tar_headers.members(cast(BinaryIO, source), tar.size, passed):
             count += 1
             if offset + size <= tar.size:
                 yield Span(name.removeprefix("./"), tar.url, tar.offset + offset, size), sparse

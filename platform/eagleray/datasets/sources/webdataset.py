@@ -4,15 +4,17 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagleray.base.errors import UserError
+from eagleray.data import tar_headers, tar_scan
 from eagleray.data.columns import samples_where
 from eagleray.data.index import open_index
+from eagleray.data.index_faults import lines_of_passed
 from eagleray.data.pixels import HEIC_EXTENSIONS, NO_HEIC, begins_like_image, image_extensions
 from eagleray.data.tar_scan import LABEL, LARGEST, MEMBERS, NO_IMAGE, START, key_and_extension
 from eagleray.datasets.sources.files import find_file
@@ -24,7 +26,6 @@ from eagleray.storage.blob import Blob
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.storage.range_file import Span, read_span
 
-UNREAD = -2  # stands for a label that cannot be read
 LARGEST_TEXT = 2**24  # most bytes of a .json
 
 
@@ -37,15 +38,10 @@ def webdataset(options: PrepareOptions) -> SourceFiles:
 
     def listing() -> Listing:
         wanted = _wanted(options) if options.where else None
-        items = itertools.chain.from_iterable(ordered_map(_samples, blobs))
-        unread: Counter[str] = Counter()
-        readable = (_without_label(item, unread) for item in items)
-
-        def said() -> str:
-            kind = "a .cls that is not a whole number from 0 on, and no label"
-            return f"{options.origin}: {unread.total()} images have {kind}" if unread else ""
-
-        return Listing(readable if wanted is None else (_marked(item, wanted) for item in readable), found=said)
+        passed = {blob.url: Counter[str]() for blob in blobs}
+        items = itertools.chain.from_iterable(ordered_map(lambda blob: _samples(blob, passed[blob.url]), blobs))
+        marked: Iterable[Item] = items if wanted is None else (_marked(item, wanted) for item in items)
+        return Listing(marked, found=lambda: lines_of_passed(passed))
 
     return SourceFiles([*blobs, *tables], listing)
 
@@ -64,14 +60,6 @@ def _wanted(options: PrepareOptions) -> dict[str, NDArray[np.int64]]:
     return wanted
 
 
-def _without_label(item: Item, unread: Counter[str]) -> Item:
-    """Return an item; if its label is UNREAD, return it without a label and count it in `unread` by the shard's URL."""
-    if item.label != UNREAD:
-        return item
-    unread[item.url] += 1
-    return item._replace(label=-1)
-
-
 def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
     """Return an item; if its offset is not among its shard's `wanted` offsets, it gets a reason to be left out."""
     offsets = wanted.get(item.url, np.empty(0, np.int64))
@@ -81,15 +69,15 @@ def _marked(item: Item, wanted: Mapping[str, NDArray[np.int64]]) -> Item:
     return item._replace(reason="--where is not true")
 
 
-def _samples(blob: Blob) -> list[Item]:
-    """List the samples of a shard. A sample is a run of neighbouring files with the same key.
+def _samples(blob: Blob, passed: Counter[str]) -> list[Item]:
+    """List the samples of a shard, runs of neighbouring files with the same key, and count all else in `passed`.
 
     In a damaged shard, the samples before the damage are listed, followed by an item with the reason."""
     name = blob.url.rpartition("/")[2]
     items: list[Item] = []
     damage: list[DamagedTar] = []
-    for key, parts in itertools.groupby(_parts(blob, damage), key=lambda p: p[0]):
-        items.append(_item(safe_key(key), [part for _, part in itertools.islice(parts, MEMBERS + 1)]))
+    for (_, key), parts in itertools.groupby(_parts(blob, damage, passed), key=lambda p: p[0]):
+        items.append(_item(safe_key(key), [part for _, part in itertools.islice(parts, MEMBERS + 1)], passed))
     if damage:
         reason = str(damage[0]).removeprefix(f"{blob.url}: ")
         items.append(Item(name.removesuffix(".tar"), blob.url, 0, 0, reason=reason))
@@ -107,14 +95,18 @@ class _Part(NamedTuple):
         return self.extension.rpartition(".")[2]
 
 
-def _parts(blob: Blob, damage: list[DamagedTar]) -> Iterator[tuple[str, _Part]]:
-    """Yield the key and the position of every file in a shard whose name has a key and an extension.
+def _parts(blob: Blob, damage: list[DamagedTar], passed: Counter[str]) -> Iterator[tuple[tuple[int, str], _Part]]:
+    """Yield the position of every file in a shard whose name has a key and an extension, with the index of its archive
+    and its key. Other members are counted in `passed`, by kind.
 
     A DamagedTar is put into `damage` and not raised, as the caller would lose the sample before the damage."""
     try:
-        for span, sparse in members_and_holes(Span("", blob.url, 0, blob.size)):
+        for span, sparse in members_and_holes(Span("", blob.url, 0, blob.size), passed):
             if names := key_and_extension(span.name):
-                yield names[0], _Part(names[1], span, sparse)
+                yield (passed[tar_headers.ARCHIVE], names[0]), _Part(names[1], span, sparse)
+            else:
+                hidden = span.name.rpartition("/")[2].startswith(".")
+                passed[tar_scan.HIDDEN if hidden else tar_scan.EXTENSIONLESS] += 1
     except DamagedTar as e:
         damage.append(e)
 
@@ -125,7 +117,7 @@ def safe_key(key: str) -> str:
     return "/".join(part for part in parts if part not in ("", ".", "..")) if parts[0] == "" or ".." in parts else key
 
 
-def _item(key: str, parts: list[_Part]) -> Item:
+def _item(key: str, parts: list[_Part], passed: Counter[str]) -> Item:
     images = [p for p in parts if p.last in image_extensions()]
     image = images[0] if images else None
     if len(images) > 1:
@@ -134,10 +126,12 @@ def _item(key: str, parts: list[_Part]) -> Item:
         heic = NO_HEIC if any(p.last in HEIC_EXTENSIONS for p in parts) else ""
         return Item(key, "", 0, 0, reason=heic or NO_IMAGE + ", ".join(p.extension for p in parts)[:200])
     label, meta, reason = -1, None, _fault(image, parts)
+    passed[tar_scan.UNREAD] += len(images) - 1
     spans = {p.last: p.span for p in parts if p.last in ("cls", "json")} if not reason else {}
     if "cls" in spans:
         text = _read_start(spans["cls"], LABEL).strip()
-        label = int(text) if re.fullmatch(rb"\d{1,18}", text) else UNREAD
+        label = int(text) if re.fullmatch(rb"\d{1,18}", text) else -1
+        passed[tar_scan.UNLABELLED] += label < 0
     try:
         meta = to_json(json.loads(bytes(read_span(spans["json"])))) if "json" in spans else None
     except (ValueError, RecursionError):  # broken JSON cannot be written again

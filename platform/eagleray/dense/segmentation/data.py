@@ -13,14 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
 from eagleray.base.errors import UserError, explained
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.pixels import decoding
+from eagleray.data.pixels import decoding, open_allowed
 from eagleray.storage.ordered_map import ordered_map
 from eagleray.views import photometric
 
@@ -108,12 +107,12 @@ class Masks:
 
 
 def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
-    """Pair each image of one folder with the mask of the same name in another.
+    """Pair each image of one folder with the mask of the same name in another. Hidden files are left out.
 
     Raises UserError when there is no image, or an image has no mask."""
-    by_name = {p.stem: p for p in sorted((folder / masks).iterdir()) if p.suffix.lower() in SUFFIXES}
+    by_name = {p.stem: p for p in sorted((folder / masks).glob("[!.]*")) if p.suffix.lower() in SUFFIXES}
     out = []
-    for image in sorted(p for p in (folder / images).iterdir() if p.suffix.lower() in SUFFIXES):
+    for image in sorted(p for p in (folder / images).glob("[!.]*") if p.suffix.lower() in SUFFIXES):
         if image.stem not in by_name:
             raise UserError(f"{image}: no mask in {folder / masks} has the same name")
         out.append(Pair(image, by_name[image.stem]))
@@ -141,7 +140,7 @@ def read_mask(path: Path) -> NDArray[np.int64]:
     """Read the values (H, W) of a mask.
 
     Raises UserError when the file does not decode or has more than one channel."""
-    with explained(str(path), BadImage), decoding(), Image.open(path) as mask:
+    with explained(str(path), BadImage), decoding(), open_allowed(path.read_bytes()) as mask:
         values = np.asarray(mask)
     if values.ndim != 2:
         raise UserError(f"{path}: has {values.shape[2]} channels; expected one, the class of each pixel")

@@ -22,7 +22,7 @@ from eagleray.base import dist
 from eagleray.base.errors import UserError, explained
 from eagleray.base.progress import seconds_left
 from eagleray.data.decode import BadImage, decode
-from eagleray.data.pixels import decoding
+from eagleray.data.pixels import decoding, open_allowed
 from eagleray.dense.catalogue import Davis
 from eagleray.dense.video.measures import boundary, region
 from eagleray.models.backbone import Backbone
@@ -151,7 +151,7 @@ def video(data: Path, name: str, *, binary: bool) -> Video:
     """Return the frames and masks of a sequence. With `binary`, all objects count as one.
 
     Raises UserError when the sequence has fewer than three frames or a mask is missing."""
-    frames = sorted((data / "JPEGImages" / "480p" / name).glob("*.jpg"))
+    frames = sorted((data / "JPEGImages" / "480p" / name).glob("[!.]*.jpg"))  # not macOS's `._NAME.jpg`
     masks = [data / "Annotations" / "480p" / name / f"{frame.stem}.png" for frame in frames]
     if len(frames) < 3:
         raise UserError(f"{data}/JPEGImages/480p/{name}: expected three frames or more, found {len(frames)}")
@@ -332,6 +332,6 @@ def read_mask(path: Path, binary: bool) -> Masks:
     """Read the number of each pixel's object (H, W), uint8, 0 for the background, from a mask's palette or grey values.
 
     If `binary`, all objects become object 1. Raises UserError when the mask does not decode."""
-    with explained(f"{path}: cannot be read", BadImage), decoding(), Image.open(path) as image:
+    with explained(f"{path}: cannot be read", BadImage), decoding(), open_allowed(path.read_bytes()) as image:
         mask = np.array(image if image.mode in ("P", "L") else image.convert("L"))
     return (mask > 0).astype(np.uint8) if binary else mask
