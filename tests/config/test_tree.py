@@ -29,6 +29,10 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path, 
         ("a=[/x/{a,b}.tar, y-{0..3}.tar]", ["/x/{a,b}.tar", "y-{0..3}.tar"]),
         ("a={b: 1}", {"b": 1}),
         ("a=", None),
+        ("a=/x/Album #1", "/x/Album #1"),
+        ("a=#1", "#1"),
+        ("a=1.10 #2", "1.10 #2"),
+        ("a='x' # y", "x"),
     ],
 )
 def test_values_of_overrides(text: str, value: object):
@@ -83,3 +87,4 @@ def test_entries_of_lists_of_numbers_and_paths_are_replaced():
     tree = {"views": [{"scale": [0.2, 1.0]}, {"size": 16}], "train": ["a.tar", "b.tar"]}
     assert config.merge(tree, config.override("views.0.scale.1=0.8"))["views"] == [{"scale": [0.2, 0.8]}, {"size": 16}]
     assert config.merge(tree, config.override("train.0=c.tar"))["train"] == ["c.tar", "b.tar"]
+    assert config.merge(tree, config.override("views={1: {size: 32}}"))["views"][1] == {"size": 32}

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import errno
 import logging
 import multiprocessing
 import os
@@ -404,6 +405,15 @@ def test_a_bus_error_is_said_as_too_little_shared_memory() -> None:
     )
     text += "shared memory. Please try to raise your shared memory limit."
     assert re.match(SMALL, str(of_process(RuntimeError(text))))
+
+
+def test_no_room_for_semaphores_is_said_as_too_little_shared_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight readers share six lanes by queues and semaphores, which are files in /dev/shm."""
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(fork_server.CONTEXT, "Semaphore", full)
+    assert re.match(SMALL, one_line(Loader(stream(folder), rank=0, ranks=1, workers=8, device=CPU).batches(0)))
 
 
 @pytest.mark.slow

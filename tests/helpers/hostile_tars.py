@@ -128,6 +128,12 @@ CASES = {
     "names outside of the shard": after_two(
         member(b"../../x.jpg", IMAGE) + member(b"/abs.jpg", IMAGE), "", "../../x", "/abs", "s0002"
     ),
+    "times in place of a prefix, by tar --incremental": after_two(
+        mend(header(b"a.jpg", len(IMAGE))[:257] + b"ustar  ".ljust(88, b"\0") + b"14763210000".ljust(167, b"\0"))
+        + padded(IMAGE),
+        "",
+        *("a", "s0002"),
+    ),
     "two images of one key": after_two(2 * member(b"a.jpg", IMAGE), r"2 members \.jpg", "s0002"),
     "two labels of one key": after_two(
         member(b"a.jpg", IMAGE) + member(b"a.cls", b"1") + member(b"a.cls", b"2"), r"2 members \.cls", "s0002"

@@ -248,6 +248,8 @@ PREFERRED = [
     ({"target_network": OTHER, "online_network": THEIRS}, "online_network"),
     ({"state_dict": under("base_encoder.", "momentum_encoder.")}, "state_dict.base_encoder"),
     ({"state_dict": under("encoder_q.", "encoder_k.")}, "state_dict.encoder_q"),
+    ({"ema": {f"online_model.{k}": v for k, v in OTHER.items()} | under("ema_model.")}, "ema.ema_model"),
+    ({"base_model": OTHER, "ema_model": THEIRS}, "ema_model"),
     ({"momentum": OTHER, "any": THEIRS}, "any"),
     ({"a": THEIRS, "b": OTHER}, "a"),  # no rule decides: the first, as the line says
 ]

@@ -10,7 +10,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -169,6 +171,19 @@ def test_the_model_has_the_parameters_and_numbers_of_its_run(finished: Path, tmp
     assert {m.key: m.value for m in model.metrics} == {"knn/top1": 61.5, "steps": 10.0}
     assert model.tags["mlflow.source.git.commit"] == run.data.tags["mlflow.source.git.commit"]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "knn/top1")] == [11]
+
+
+@pytest.mark.parametrize("best", ["1", "2"])
+def test_the_best_version_stays_where_a_person_has_put_it(best: str):
+    """Versions that were registered by hand have none of our tags, and cannot be compared."""
+    client, tags = mock.Mock(), {mlflow_model.STEP: "1", mlflow_model.DATA: "d"}
+    client.create_registered_model.return_value = SimpleNamespace(aliases={"best": best})
+    client.search_model_versions.return_value = [SimpleNamespace(version=n, tags={}) for n in ("2", "1")]
+    ours = SimpleNamespace(version="3", tags=tags | {mlflow_model.SCORE: "knn/top1=9"})
+    client.create_model_version.return_value = ours
+    model = SimpleNamespace(model_id="m", tags=tags, artifact_location="there", source_run_id="r")
+    assert mlflow_model.register(client, model, "shapes", {"knn/top1": 9}) == "3"
+    client.set_registered_model_alias.assert_not_called()
 
 
 @pytest.mark.slow

@@ -148,8 +148,9 @@ def override(item: str) -> dict[str, Any]:
     except yaml.YAMLError:  # a brace pattern such as {00..12}, or a list of such patterns, is not YAML
         listed = text.startswith("[") and text.endswith("]")
         value = re.split(r",\s*(?![^{}]*\})", text[1:-1]) if listed else text
-    if isinstance(value, dict) and not text.lstrip().startswith("{"):
-        value = text  # without braces, `a: b` is meant as text
+    comment = not isinstance(value, list | dict) and text.lstrip()[:1] not in "'\"|>" and re.search(r"(^|\s)#", text)
+    if comment or (isinstance(value, dict) and not text.lstrip().startswith("{")):
+        value = text  # without braces or quotes, `a: b` and `a #b` are meant as text
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
@@ -164,11 +165,11 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, dict) and bool(value) and isinstance(out.get(key), dict)  # `{}` replaces a mapping
         out[key] = merge(out[key], value) if nested else value
         if isinstance(entries := under.get(key), list) and isinstance(value, dict) and value:
-            names = [str(i) for i in range(len(entries))]
-            if beyond := [i for i in value if i not in names and str(i).isdecimal()]:
+            names, given = [str(i) for i in range(len(entries))], {str(i): v for i, v in value.items()}
+            if beyond := [i for i in given if i not in names and i.isdecimal()]:
                 raise RecipeError(f"{key}.{beyond[0]}: no such entry; {key} has {len(names)}, counted from 0")
-            if value.keys() <= {*names}:
-                out[key] = [*merge(dict(zip(names, entries, strict=True)), value).values()]
+            if given.keys() <= {*names}:
+                out[key] = [*merge(dict(zip(names, entries, strict=True)), given).values()]
     return out
 
 

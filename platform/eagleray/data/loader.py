@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from eagleray.base import devices, fork_server
 from eagleray.config.channels import planes
 from eagleray.data.batch import Batch
-from eagleray.data.loader_processes import LoaderWatch, loaded
+from eagleray.data.loader_processes import LoaderWatch, in_one_line, loaded
 from eagleray.data.order import Share, rank_rows, rows
 from eagleray.data.packed import MOST, Crops, Packer, on_device, packs
 from eagleray.data.quarantine import BadSample
@@ -69,7 +69,8 @@ class Loader:
 
         It ends before the step `stop` (None: never), or when `should_stop`, which is called while waiting for a batch,
         returns true. Raises UserError or Outage when a reader cannot go on."""
-        dataset = _PartDataset(self.stream, self.shares, start, stop)
+        with in_one_line():  # its semaphores lie in shared memory
+            dataset = _PartDataset(self.stream, self.shares, start, stop)
         ahead, pinned = self._steps_ahead() if self.workers else None, devices.has_streams(self.device)
         with (
             loaded(dataset, self.workers, prefetch_factor=ahead, pin_memory=pinned) as (parts, processes),

@@ -66,7 +66,7 @@ def loaded(
         return
     start_server()
     others = multiprocessing.active_children()
-    with _one_line(), _without_main():
+    with in_one_line(), _without_main():
         records = fork_server.CONTEXT.Queue()
         options |= {"multiprocessing_context": fork_server.CONTEXT, "worker_init_fn": partial(_begin, records)}
         items = iter(DataLoader(_Sent(dataset), batch_size=None, num_workers=workers, **options))
@@ -152,12 +152,12 @@ class _Relay(logging.Handler):
 
 def _explained(items: Iterable[T]) -> Iterator[T]:
     """Yield the items, and raise errors as `of_process` returns them."""
-    with _one_line():
+    with in_one_line():
         yield from items
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def in_one_line() -> Iterator[None]:
     """A context in which an error of a loader process is raised as `of_process` returns it."""
     try:
         yield

@@ -194,7 +194,7 @@ def _parse(block: bytes) -> _Header:
     if not 0 <= size < MOST:
         raise DamagedTar(f"a size of {size} bytes")
     name, prefix = block[:100].partition(b"\0")[0], block[345:500].partition(b"\0")[0]
-    if prefix and kind not in (LONG_NAME, LONG_LINK, SPARSE):
+    if prefix and kind not in (LONG_NAME, LONG_LINK, SPARSE) and block[257:265] != b"ustar  \0":  # GNU has times there
         name = prefix + b"/" + name
     return _Header(kind, name, size)
 

@@ -46,8 +46,9 @@ class Place(NamedTuple):
         """Return a sort key: of places whose tensors fit equally well, the one with the smallest key is preferred."""
         words = set(re.split(r"[._]", f"{self.mapping}.{self.prefix}".lower()))
         roles = [n for n, role in enumerate(PREFERRED) if role & words]
+        unnamed = -1 if words & AVERAGES else PREFERRED.index(set())  # an average of `online_model` is `ema_model`
         usual = next((n for n, name in enumerate(USUAL) if name in self.mapping), len(USUAL))
-        return max(roles, default=PREFERRED.index(set())), not words & AVERAGES, usual
+        return max(roles, default=unnamed), not words & AVERAGES, usual
 
 
 def best(places: Mapping[str, State], model: nn.Module) -> tuple[Place, State, list[str]]:

@@ -167,7 +167,8 @@ def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> s
         if e.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
         registered = client.get_registered_model(name)
-    there = {v.tags.get(MODEL): v for v in client.search_model_versions(f"name='{name}'")}
+    versions = client.search_model_versions(f"name='{name}'")
+    there = {v.tags.get(MODEL): v for v in versions}
     key = next((k for k in SCORES if k in scores), "")
     if model.model_id in there:
         version = there[model.model_id]
@@ -181,7 +182,7 @@ def register(client: Any, model: Any, name: str, scores: Mapping[str, Any]) -> s
             model_id=model.model_id,
         )
     number = (registered.aliases or {}).get(BEST)
-    best = next((v for v in there.values() if str(v.version) == str(number)), None)
+    best = next((v for v in versions if str(v.version) == str(number)), None)
     if key and (best is None or is_better(version.tags, best.tags)):
         client.set_registered_model_alias(name, BEST, version.version)
         best = version
