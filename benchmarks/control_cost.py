@@ -131,7 +131,9 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         plan = make_plan(r, note=lambda _: None)
         history(Path(folder, "runs", "run"), args.history)
         state = {"step": LAST, "digest": recipe.digest(r), "origin": plan.origin, "shards_read": plan.shards_text}
-        checkpoint.save(f"{r.out}/checkpoints", LAST, state, keep=1, scratch=Path(folder, "part"))
+        writer = checkpoint.Writer(f"{r.out}/checkpoints", keep=1, scratch=Path(folder, "part"))
+        writer.save(LAST, state)
+        writer.settle()
         exchanges = Exchanges(ranks)
         stack.enter_context(exchanges.patched())
         at_start, logs = start(r, bucket, exchanges, stack)

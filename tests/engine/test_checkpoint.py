@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Place, assert_full_of, full_of, keep_one
+from helpers.checkpoints import Place, assert_full_of, full_of, keep_one, save
 from torch import nn
 
 from eagleray.base.errors import Outage, Superseded, UserError
@@ -72,7 +72,7 @@ def test_what_is_saved_comes_back(place: Place):
 
 
 def test_a_folder_is_given_as_before(tmp_path: Path):
-    checkpoint.save(tmp_path / "c", 7, full_of(7), keep=2)
+    save(tmp_path / "c", 7, full_of(7), keep=2)
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"step-000000007.pt", "step-000000007.json"}
     assert checkpoint.manifests(tmp_path / "c") == ["step-000000007"]
     assert checkpoint.intact(tmp_path / "c" / "step-000000007.pt")
@@ -298,7 +298,7 @@ def test_checkpoints_without_an_epoch_are_continued(place: Place):
     writer.save(9, full_of(9))
     writer.settle()
     assert_full_of(place.newest(), 9)
-    checkpoint.save(place.url, 8, full_of(8), keep=2, scratch=place.scratch)  # as a trial takes over another's
+    save(place.url, 8, full_of(8), keep=2, scratch=place.scratch)  # as a trial takes over another's
     assert checkpoint.manifests(place.url) == ["step-000000008-e000003", "step-000000007"]
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers.s3.server import Swift
 
 from eagleray.engine import checkpoint
+from eagleray.engine.checkpoint_files import last_epoch
 from eagleray.storage import store
 
 
@@ -60,3 +61,10 @@ def keep_one(writer: checkpoint.Writer, step: int, size: int = 1000) -> None:
     writer.save(step, full_of(step, size))
     writer.settle()
     assert checkpoint.manifests(writer.url)[0] == f"step-{step:09d}"
+
+
+def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int = 1, scratch: Path | None = None) -> None:
+    """Write one checkpoint, with the epoch of the newest one, and wait until it counts."""
+    writer = checkpoint.Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(checkpoint.blobs_of(url)))
+    writer.save(step, state)
+    writer.settle()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import save
 from helpers.networks import KINDS, VIT, network
 from helpers.recipes import small_recipe
 from safetensors.torch import save_file
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from eagleray import config
 from eagleray.base.errors import UserError
-from eagleray.engine import checkpoint
 from eagleray.models.backbone import Backbone
 from eagleray.models.pixels import OURS
 from eagleray.models.readings import TABLE
@@ -225,7 +225,7 @@ def run_of(folder: Path, method: str, *overrides: str) -> recipe.Recipe:
     for p in trained.parameters():
         nn.init.normal_(p)
     state = {"recipe": config.dump(r), "method": trained.state_dict(), "images": 40}
-    checkpoint.save(folder / "checkpoints", 3, state, keep=1)
+    save(folder / "checkpoints", 3, state)
     return r
 
 
@@ -327,7 +327,7 @@ def test_sources_mean_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_whose_checkpoints_lack_something_is_refused(tmp_path: Path):
-    checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}}, keep=1)
+    save(tmp_path / "checkpoints", 3, {"step": 3, "recipe": small_recipe("mocov3"), "method": {}})
     with pytest.raises(
         UserError, match="not a checkpoint written by eagleray: expected the keys images, method, recipe"
     ):

@@ -1,11 +1,13 @@
 """Starts: what a run takes over from another run or from an authors' checkpoint, and what it refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.bucket import CountingBucket
+from helpers.checkpoints import save
 from helpers.recipes import small_recipe
 from torch import nn
 
@@ -13,14 +15,14 @@ import eagleray
 from eagleray import config
 from eagleray.base import dist
 from eagleray.base.errors import UserError
-from eagleray.engine import checkpoint, export
+from eagleray.engine import export
 from eagleray.evaluation.target import load_target
 from eagleray.methods.method import Method
 from eagleray.runs import recipe as recipes
-from eagleray.runs.build import build_method
+from eagleray.runs.build import build_method, build_optimizer
 from eagleray.runs.checks import check_start
 from eagleray.runs.recipe import Recipe
-from eagleray.runs.start import Started, build_started
+from eagleray.runs.start import Started, build_started, take_progress
 from eagleray.storage import store
 
 IMAGES = 40
@@ -48,7 +50,7 @@ def run_of(folder: Path, method: str, *overrides: str) -> tuple[str, Method]:
     recipe = recipe_of(folder, method, *overrides)
     trained = learnt(recipe)
     state = {"recipe": config.dump(recipe), "method": trained.state_dict(), "images": IMAGES, "step": 3}
-    checkpoint.save(folder / "run" / "checkpoints", 3, state, keep=1)
+    save(folder / "run" / "checkpoints", 3, state)
     return str(folder / "run"), trained
 
 
@@ -122,6 +124,25 @@ def test_the_aggregation_of_selfpatch_is_taken_over(tmp_path: Path):
         assert "new: " not in "\n".join(now.notes[0].said)
 
 
+def test_a_new_part_has_no_moments_of_the_one_that_did_not_fit(tmp_path: Path):
+    """Some tensors of the two have one shape, such as the bias of the bottleneck and the prototypes."""
+    source, dino = run_of(tmp_path, "dino")
+    trained = build_optimizer(recipe := recipe_of(tmp_path, "dino"), dino)
+    for p in dino.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    trained.step()
+    state = {"recipe": config.dump(recipe), "method": dino.state_dict(), "images": IMAGES, "step": 4}
+    save(f"{source}/checkpoints", 4, state | {"optimizer": trained.state_dict()})
+    wider = recipe_of(tmp_path, "dino", f"start.from={source}", "start.what=all", "method.hidden=40")
+    ours, *_ = now = build_started(wider, IMAGES)
+    assert "student.head" in "\n".join(line for line in now.notes[0].said if "new: " in line)
+    plan: Any = SimpleNamespace(recipe=wider, steps=9)
+    optimizer = build_optimizer(wider, ours)
+    assert take_progress(plan, now, optimizer) == 4
+    kept = {name for name, p in ours.named_parameters() if optimizer.state.get(p)}
+    assert kept == {n for n, p in dino.named_parameters() if p.requires_grad and n.startswith("student.backbone.")}
+
+
 def test_a_head_of_another_size_is_new(tmp_path: Path):
     source, dino = run_of(tmp_path, "dino")
     ours, *_ = now = started(tmp_path, source, "dino", "method.prototypes=32")
@@ -139,6 +160,18 @@ def test_a_backbone_starts_every_copy_of_it(tmp_path: Path):
     for prefix in "base_encoder.backbone.", "momentum_encoder.backbone.":
         assert same(part(dino, "teacher.backbone."), part(ours, prefix))
     assert "student.head" in "\n".join(now.notes[0].said)
+
+
+@pytest.mark.parametrize("method", ["instdisc", "pirl"])
+def test_a_bank_of_other_images_is_new_with_its_constant(method: str, tmp_path: Path):
+    """The constant grows with the number of images, and a run estimates it only while it is zero."""
+    source, theirs = run_of(tmp_path, method)
+    recipe = recipe_of(tmp_path, method, f"start.from={source}", "start.what=method")
+    for images, kept in (IMAGES, True), (IMAGES + 1, False):
+        ours = build_started(recipe, images).method
+        assert same(part(theirs, "encoder."), part(ours, "encoder."))
+        assert torch.equal(theirs.get_buffer("bank.rows"), ours.get_buffer("bank.rows")) == kept
+        assert float(ours.get_buffer("Z")) == (float(theirs.get_buffer("Z")) if kept else 0)
 
 
 def refused(folder: Path, source: str, *overrides: str, what: str = "backbone", method: str = "dino") -> str:

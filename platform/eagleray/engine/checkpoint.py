@@ -25,7 +25,6 @@ from eagleray.engine.checkpoint_files import (
     epoch_of,
     fetch,
     flush,
-    last_epoch,
     names_in,
     order,
     parse_manifest,
@@ -198,14 +197,6 @@ class Writer:
         if kind not in self._warned:
             log.warning("%s", line, exc_info=exc_info)
         self._warned.add(kind)
-
-
-def save(url: str | Path, step: int, state: dict[str, Any], *, keep: int, scratch: Path | None = None) -> None:
-    """Write one checkpoint, with the epoch of the newest one, and wait until it counts. `keep` and `scratch` are as in
-    `Writer`. Raises UserError when it cannot be written."""
-    writer = Writer(url, keep=keep, scratch=scratch, epoch=last_epoch(blobs_of(url)))
-    writer.save(step, state)
-    writer.settle()
 
 
 def blobs_of(url: str | Path, patience: float = PATIENCE) -> dict[str, Blob]:

@@ -182,9 +182,10 @@ def _in_backbone(common: str) -> bool:
 
 
 def part_of(common: str) -> str:
-    """Return the part of a method, such as `student.head`, to which the tensor with a common name belongs."""
+    """Return the part of a method, such as `student.head`, to which the tensor with a common name belongs. Z, which
+    InstDisc and PIRL estimate once for the number of images in their bank, belongs to the bank."""
     first, _, rest = common.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first in (STUDENT, TEACHER) else first
+    return f"{first}.{rest.partition('.')[0]}" if first in (STUDENT, TEACHER) else {"Z": "bank"}.get(first, first)
 
 
 def build_started(recipe: Recipe, images: int) -> Started:
@@ -286,17 +287,17 @@ def _counts(report: FillReport) -> str:
 
 def take_progress(plan: Plan, started: Started, optimizer: torch.optim.Optimizer) -> int:
     """Return the first step of the run: 0, unless `start.what=all` takes over the steps of the source. In that case,
-    copy the moments of the parameters that both methods have. Raises UserError when they do not fit."""
+    copy the moments of the parameters that were taken over. Raises UserError when they do not fit."""
     check_progress(plan, started)
     recipe, source = plan.recipe, started.source
     if not (recipe.start and recipe.start.what == "all" and source and source.run and source.state):
         return 0
     theirs = build_optimizer(source.run.recipe, source.run.method)
     theirs.load_state_dict(source.state["optimizer"])
-    moments = {name: theirs.state[p] for name, p in _parameters(source.run.method) if theirs.state.get(p)}
+    moments = {name: (p, theirs.state[p]) for name, p in _parameters(source.run.method) if theirs.state.get(p)}
     for name, p in _parameters(started.method):
-        there = moments.get(name, {})
-        if p.requires_grad and there and all(v.shape in ((), p.shape) for v in there.values()):
+        was, there = moments.get(name, (p, {}))
+        if p.requires_grad and there and torch.equal(was, p.cpu()):  # parameters of new parts differ
             optimizer.state[p] = {key: v.to(p.device, copy=True) for key, v in there.items()}
     lay_out_moments(optimizer)
     return int(source.state["step"])
