@@ -323,6 +323,7 @@ def test_what_a_user_sees(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     gone = first_used_in(uses(out), 8, 9)
     listed = listing(tmp_path, [*gone, '"no\nbody"'])
     capsys.readouterr()
+    (note := tmp_path / "out" / layout.MLFLOW).write_text('{"http://a": {"run_id": "7", "key": "k", "name": "out"}}')
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("[!.]*") if p.is_file()}
     run("forget", out, "--samples", str(listed), "--dry-run")
     assert capsys.readouterr().out.splitlines() == [
@@ -337,6 +338,9 @@ def test_what_a_user_sees(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("[!.]*") if p.is_file()} == before
     run("forget", out, "--samples", str(listed))
+    [there] = json.loads(note.read_text()).values()
+    assert there.keys() == {"key", "name"}
+    assert there["key"] != "k", "else MLflow keeps the numbers and the model of the steps that are taken again"
     run("data", "which", out, "--key", gone[0])
     said = capsys.readouterr().out.splitlines()
     assert f"listed in {out}/forgotten.jsonl" in said

@@ -54,6 +54,9 @@ def test_speeds_of_two_devices_are_not_compared(runs: dict[str, Run], tmp_path: 
     measured(runs["large"].folder, 2000.0, 21.5, device="NVIDIA H100")
     runs["large"] = read(runs["large"].out)
     assert list(words(runs, tmp_path)) == ["knn/top1, % over million parameters"]
+    tables = [t for t in compare.results(runs) if t.caption.startswith("throughput")]
+    assert [t.rows[0][1:] for t in tables] == [[100.0, None, 50.0, None], [None, 2000.0, None, None]]
+    assert ["NVIDIA H100" in t.caption for t in tables] == [False, True]
 
 
 def test_accuracies_of_other_settings_are_not_in_one_plot(runs: dict[str, Run], tmp_path: Path):
@@ -73,6 +76,14 @@ def test_hours_are_those_of_all_workers(runs: dict[str, Run]):
     assert (row["Hours"], row["Worker hours"]) == (0.02, 0.04)
     assert (row["Hours per 100 epochs"], row["Worker hours per 100"]) == (1.0, 2.0)
     assert len(table.rows) == 4
+
+
+def test_epochs_that_a_run_took_over_are_not_among_those_of_its_hours(runs: dict[str, Run]):
+    starts = runs["small"].folder / "starts.jsonl"
+    starts.write_text(json.dumps({"step": 100, "ranks": 2, "time": 1.7e9}) + "\n")
+    [table] = compare.hours({"small": read(runs["small"].out)})
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["Hours"], row["Hours per 100 epochs"]) == (0.02, 2.0)
 
 
 def test_a_run_that_is_not_done_has_no_hours_yet(tmp_path: Path):

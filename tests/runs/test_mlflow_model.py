@@ -212,7 +212,7 @@ def test_runs_are_registered_and_the_best_has_an_alias(
     logged(finished, uri, "shapes")
     assert len(client.search_model_versions("name='shapes'")) == 3
     assert len(client.get_run(history.run.id).outputs.model_outputs) == 1
-    assert register_run(Tracking(uri), "worse", "another") == "1"
+    assert register_run(Tracking(uri), tmp_path / "worse" / "mlflow.json", "another") == "1"
     assert client.get_model_version("another", "1").tags["eagleray.score"] == "knn/top1=65.0"
 
 

@@ -116,6 +116,15 @@ def test_evaluations_begin_with_the_untrained_backbone(drawn: Draw):
     assert list(zip(*line.get_data(), strict=True)) == [(0, 20.0), (200, 35.0), (400, 40.0)]
 
 
+def test_the_score_of_an_earlier_end_is_at_its_step(drawn: Draw):
+    """A run that goes on with more steps keeps its summary until it ends again."""
+    history = records(**{"monitor/knn": 30.0})
+    history[29]["knn/top1"] = 45.0
+    figure = drawn(history, summary={"steps": 200, "knn/top1": 40.0})
+    line = lines(panels(figure)["kNN, top-1 %"])["evaluation"]
+    assert list(zip(*line.get_data(), strict=True)) == [(200, 40.0), (300, 45.0)]
+
+
 def test_a_run_without_labels_has_a_summary_too(drawn: Draw):
     assert "kNN, top-1 %" not in panels(drawn(records(), summary={"steps": 400}))
 

@@ -227,6 +227,8 @@ def test_every_value_is_tried_before_anything_starts(tmp_path: Path):
     assert set(seen) == {1e-4, 1e-2}
     middle = {"optim.name": {"choice": ["adamw", "adam", "lars"]}}  # neither the first nor the last
     assert "optim.name" in wrong(tmp_path, space=middle)
+    for kind in ("uniform", "log"):  # both ends are whole, but hardly any value between them
+        assert "with monitor.every=2.5: monitor.every: " in wrong(tmp_path, space={"monitor.every": {kind: [2, 8]}})
 
 
 @pytest.fixture
@@ -321,6 +323,19 @@ def test_what_mlflow_did_not_hear_at_the_end_is_sent_by_the_same_command(
     for _ in range(3):
         again()
     assert sent == [("p", "FINISHED", 15.0)]  # once
+
+
+def test_the_best_trial_is_registered_wherever_it_is_tracked(study: Study, monkeypatch: pytest.MonkeyPatch):
+    """While MLflow is away, a sweep has no run there under which its trials could be found."""
+    asked = list[tuple[Path, str]]()
+
+    def register_run(tracking: Tracking, note: Path, name: str) -> str:
+        asked.append((note, name))
+        return "1"
+
+    monkeypatch.setattr(run.mlflow_run, "register_run", register_run)
+    run.register_best(study, "005", "shapes")
+    assert asked == [(study.folder / "trials" / "005" / "mlflow.json", "shapes")]
 
 
 def test_the_table_has_every_trial_once(study: Study):
@@ -498,6 +513,17 @@ def test_every_sweep_says_what_it_is_and_its_trials_can_be_made(name: str, tmp_p
         branch, values = suggest(sweep, n, [])
         assert isinstance(recipe_of(sweep, branch, values, name), Recipe)
     assert json.dumps(config.to_plain(sweep))
+
+
+@pytest.mark.parametrize(
+    ("name", "each"), [("imagenet_methods", 24), ("imagenet_resnet50_lars", 24), ("cifar10_methods", 8)]
+)
+def test_a_comparison_of_methods_searches_for_each(name: str, each: int):
+    """Trials of a method that learns slowly at first are not stopped by those of another one."""
+    sweep = load(name)
+    assert sweep.apart
+    assert count_trials(sweep) == each * len(sweep.alternatives)
+    assert f"{each} trials" in (bundled.folder("tune") / f"{name}.yaml").read_text().splitlines()[0]
 
 
 def test_an_empty_mapping_on_the_command_line_replaces_that_of_the_recipe(tmp_path: Path):

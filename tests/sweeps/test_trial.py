@@ -182,6 +182,21 @@ def test_a_trial_whose_files_do_not_arrive_is_not_taken_for_stopped(tmp_path: Pa
     assert study.rows["000"]["state"] == "waiting"
 
 
+def test_a_trial_that_is_stopped_when_its_run_has_ended_is_not_the_best(tmp_path: Path):
+    """Tune reads results one by one, so the value by which it stops a trial may be an early one."""
+    sweep = SimpleNamespace(objective=SimpleNamespace(key="knn", mode="max"))
+    study = Study(sweep, tmp_path)  # type: ignore[arg-type]
+    study.rows = {"000": {"id": "000", "state": "running", "seconds": 0.0}}
+    (folder := tmp_path / "trials" / "000").mkdir(parents=True)
+    (folder / layout.SUMMARY).write_text('{"steps": 10, "wall_seconds": 5.0}')
+    journal = ray_tune.journal(LocalState(study, threading.Event(), None))
+    result = {"step": 3, "steps": 10, "percent": 30.0, "value": 1.0, "seconds": 1.0, "numbers": {}}
+    journal.on_trial_result(0, [], "000", result)
+    journal.on_trial_complete(0, [], "000")
+    assert study.rows["000"]["state"] == "stopped"
+    assert study.best() is None
+
+
 def test_an_outage_while_an_ended_trial_is_fetched_fails_it_not(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,7 +19,7 @@ from eagleray.runs.attempts import read_starts
 from eagleray.runs.command import hold, new_command
 from eagleray.runs.forgotten import lines_of, read_forgotten, samples_of, unread_samples, write_forgotten
 from eagleray.runs.run_store import run_store
-from eagleray.runs.tracking import Tracking
+from eagleray.runs.tracking import Tracking, begin_anew
 from eagleray.storage.store import absolute, store
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ def go_back(recipe: "Recipe", command: str, before: int, step: int, lengths: Map
     with RunDir(recipe, 0, Tracking("none"), command=command) as folder:
         checkpoint.delete_after(folder.checkpoints, before)
         delete(recipe.out, FILES)
+        if (note := folder.path / layout.MLFLOW).exists():
+            begin_anew(note)
+            folder.store.share(note)
         folder.cut(step, lengths)
         log.info("forgets images: goes back to step %d", step)
         folder.writer.first()  # stores the histories now, as an error while closing is only logged

@@ -119,6 +119,9 @@ def hours(runs: Mapping[str, Run]) -> list[Table]:
     for name, run in runs.items():
         seconds, epochs = run.summary.get(metrics.WALL_SECONDS), run.summary.get("epochs")
         ranks = {s["ranks"] for s in run.starts if "ranks" in s}
+        first = next((s["step"] for s in run.starts if "step" in s), 0)  # above 0 with start.what=all
+        if epochs and 0 < first < run.summary.get("steps", 0):
+            epochs *= 1 - first / run.summary["steps"]
         if not seconds:
             continue
         spent, workers = seconds / 3600, ranks.pop() if len(ranks) == 1 else None

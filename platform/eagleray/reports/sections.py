@@ -176,7 +176,8 @@ def all_scores(run: Run) -> Iterator[Scores]:
         there = {} if result.untrained else paper
         rows = [[k + name, v, None, before.get(k), there.get(k)] for k, v in result.numbers.items()]
         of = backbone_suffix(run, result)
-        yield Scores((protocol_text(result, asked=True) + of, result.data_digest), protocol_text(result) + of, rows)
+        key = protocol_text(result, asked=result.protocol != "throughput") + of  # speeds depend on the device, too
+        yield Scores((key, result.data_digest), protocol_text(result) + of, rows)
 
 
 def latest_results(run: Run) -> list[Result]:

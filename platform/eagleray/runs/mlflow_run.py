@@ -20,7 +20,7 @@ from eagleray.base.errors import Outage, UserError, hide_secrets, one_line
 from eagleray.base.files import read_history
 from eagleray.runs import layout
 from eagleray.runs.summary import HEALTH, VERDICT, finished
-from eagleray.runs.tracking import DataInput, Tracking, read_note, reserve, write_note
+from eagleray.runs.tracking import CREATED, DataInput, Tracking, read_note, reserve, write_note
 from eagleray.storage.error_classes import Kind, kind_of
 
 log = logging.getLogger(__name__)
@@ -217,8 +217,7 @@ class MLflowRun:
             tags["mlflow.source.git.commit"] = commit
         self.run = self.client.create_run(self.experiment(), run_name=self.name, tags=tags)
         self.id, self.latest = self.run.info.run_id, {}
-        kept = ("key", "name", "parent", "inputs", "user")
-        write_note(self.note, self.tracking.uri, {k: v for k, v in self.fields.items() if k in kept})
+        write_note(self.note, self.tracking.uri, {k: v for k, v in self.fields.items() if k in CREATED})
 
     def with_key(self, key: str) -> Any:
         """Return the run that was created with a key, or None."""
@@ -373,17 +372,15 @@ def mend(tracking: Tracking, note: Path, status: str) -> bool:
     return True
 
 
-def register_run(tracking: Tracking, key: str, model: str) -> str:
-    """Register the model that a run has stored, found by its `key`, as a version of `model`, and return the version.
+def register_run(tracking: Tracking, note: Path, model: str) -> str:
+    """Register the model that the run in the file `note` has stored as a version of `model`, and return the version.
     Raises UserError when there is no such model, and Outage when the server does not answer."""
     from eagleray.runs.mlflow_model import known_model, register
 
     configure(STORED, RETRIES)
-    run = MLflowRun(tracking, Path())
+    run = MLflowRun(tracking, note)
     with asking(tracking.uri):
-        run.client = connect(tracking.uri)
-        there = run.with_key(key)
-        logged = known_model(run.client, there) if there else None
+        logged = known_model(run.client, run.run) if run.find() else None
         if logged is None:
             raise UserError(f"its run has no model at {hide_secrets(tracking.uri)}")
-        return register(run.client, logged, model, there.data.metrics)
+        return register(run.client, logged, model, run.run.data.metrics)

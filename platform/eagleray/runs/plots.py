@@ -145,7 +145,7 @@ def read(folder: Path) -> dict[str, Curve]:
         begin = AT_START if KNN_TOP1 + AT_START in done else UNTRAINED
         ends = ((0, KNN_TOP1, begin), (done["steps"], KNN_TOP1, ""), (done["steps"], CLASSIFIER_TOP1, ""))
         found = [{"step": n, key: done[key + suffix]} if key + suffix in done else {} for n, key, suffix in ends]
-        records = [r for r in (found[0], *records, *found[1:]) if r]
+        records = sorted((r for r in (found[0], *records, *found[1:]) if r), key=lambda r: r["step"])
     columns: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for record in records:
         for key, value in record.items():

@@ -13,6 +13,8 @@ from eagleray.base.files import write_atomic
 from eagleray.base.user import user
 from eagleray.runs import layout
 
+CREATED = ("key", "name", "parent", "inputs", "user")  # fields of a note with which a run is created
+
 
 @dataclass(frozen=True)
 class Tracking:
@@ -75,6 +77,13 @@ def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[Dat
         given = {"name": name, "parent": tracking.parent, "inputs": list(inputs), "user": tracking.user}
         fields = {"key": tracking.key or uuid.uuid4().hex} | fields | {k: v for k, v in given.items() if v}
     write_note(note, tracking.uri, fields)
+
+
+def begin_anew(note: Path) -> None:
+    """Let the run whose file `note` this is be a new run on its servers, which never replace a number or a model."""
+    kept = {uri: {k: v for k, v in fields.items() if k in CREATED} for uri, fields in _read(note).items()}
+    anew = {uri: fields | {"key": uuid.uuid4().hex} for uri, fields in kept.items()}
+    write_atomic(note, json.dumps(anew))
 
 
 def _read(note: Path) -> dict[str, dict[str, Any]]:

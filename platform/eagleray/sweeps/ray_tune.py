@@ -228,11 +228,13 @@ def journal(local: LocalState) -> Any:
             if run_store(local.study.trial(name)).get(layout.FAILED) is not None:
                 return self.on_trial_error(iteration, trials, trial)
             through = finished_summary(local.study.trial(name))
-            if not through and local.study.reports.get(name, [{}])[-1].get("percent") == 100:
+            whole = local.study.reports.get(name, [{}])[-1].get("percent") == 100
+            if whole and not through:
                 lacks = f"out={local.study.out}: lacks the summary of trial {name}, which took all its steps elsewhere"
                 local.error = UserError(f"{lacks}; expected a folder that all machines share, or a URL; see --resume")
                 local.stop.set()
-            state = "finished" if through else "waiting" if local.stop.is_set() else "stopped"
+            # A run may have ended before Tune stops its trial by an earlier value, which the trial then keeps.
+            state = "finished" if through and whole else "waiting" if local.stop.is_set() else "stopped"
             row = local.study.rows[name]
             local.study.set(name, state=state, seconds=through["wall_seconds"] if through else row["seconds"])
             if state != "waiting":

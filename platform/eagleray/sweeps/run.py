@@ -126,10 +126,9 @@ def end(study: Study, tracking: Tracking | None, *, done: bool) -> dict[str, Any
 
 def register_best(study: Study, trial: str, name: str) -> None:
     """Register the model of the trial `trial` in MLflow's registry, as a new version of the model `name`."""
-    tracking = tracking_of(study.folder)
-    sweep = read_note(study.folder / layout.MLFLOW, tracking.uri).get("run_id")
     with side_work(f"warning: sweep.register={name}: trial {trial} is not registered", say):
-        version = mlflow_run.register_run(tracking, f"{sweep}/{trial}", name)
+        note = run_store(study.trial(trial)).fetch(layout.PICTURES) / layout.MLFLOW
+        version = mlflow_run.register_run(tracking_of(study.folder), note, name)
         out.print(f"registered  trial {trial} as models:/{name}/{version} in MLflow", markup=False)
 
 

@@ -49,6 +49,11 @@ class Values:
             return tidy(math.exp(rng.uniform(math.log(low), math.log(high))), low, high)
         return tidy(rng.uniform(low, high), low, high)
 
+    def inside(self) -> Any:
+        """Return a value to test: of a range of floats one with decimals, if it has any, else the first."""
+        low, high = self.options[0], self.options[-1]
+        return tidy(low + min(high - low, 1) / 2, low, high) if self.kind in ("uniform", "log") else low
+
 
 def in_words(value: Any) -> str:
     """Return a value as text for a table or an axis: floats with four digits, None as ""."""
@@ -255,7 +260,7 @@ def check(sweep: Sweep, source: str) -> None:
                 raise UserError(f"{where}{above}={value}: expected a mapping, as space.{key} varies a key of it")
             if (v.kind in RANGES and sweep.search == "grid") or (v.kind == "grid" and sweep.search != "grid"):
                 raise UserError(f"{where}space.{key}: {v.kind} values cannot be searched by search={sweep.search}")
-        for values in corners(branch.space):
+        for values in (*corners(branch.space), {k: v.inside() for k, v in branch.space.items()}):
             setting = ", ".join(f"{k}={v}" for k, v in values.items())
             r = recipe_of(sweep, name, values, f"{where}with {setting}")
             if r.optim.batch % r.data.lanes:
