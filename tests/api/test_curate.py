@@ -88,6 +88,11 @@ def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.Ca
     assert str(tmp_path / "none") in said
     assert not (shards / "columns").exists(), "the model is looked for before anything is measured"
     assert "--workers" in refused(capsys, "curate", str(shards), BACKBONE, f"out={tmp_path / 'o'}", "--gpus")
+    page = tmp_path / "others" / "curate.html"
+    page.parent.mkdir()
+    page.write_text("<footer>/data/others - written by eagleray report, 2026-11-30 20:00 UTC</footer>")
+    said = refused(capsys, "curate", str(shards), BACKBONE, f"out={page.parent}")
+    assert said.endswith(f"out: {page}: is there, and is no page about {shards}; give another name")
     eagleray.measure(shards, workers=0)
     features = eagleray.embed(BACKBONE, shards, size=32, resize=32)
     eagleray.find_clusters(features, shards, clusters=[2])

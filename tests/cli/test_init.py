@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,29 @@ def test_a_recipe_that_a_gpu_cannot_hold_is_forecast_with_smaller_micro_batches(
     init.init(images=300, size=32, gpu=["t4"], file=tmp_path / "mine.yaml")
     said = capsys.readouterr().out
     assert re.search(r"1 x t4 with optim\.micro_batch=auto: .* of 15\.0 GiB, .* images/s", said)
+
+
+def test_a_gpu_that_cannot_hold_a_recipe_leaves_the_forecasts_for_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A ResNet's batch norm needs the whole batch, so micro-batches save nothing, and no comment may propose them."""
+    facts = {"memory_needed": 2**33, "memory_of_device": 2**34, "images_per_s": 100.0}
+    result = SimpleNamespace(hours=1.0, cost=None, ranks=1, limit="model", **facts)
+
+    def plan(file: str, keys: list[str], *, gpu: str, **how: Any) -> Any:
+        if gpu == "t4" or "optim.checkpointing=true" not in keys:
+            raise UserError(f"resnet50: a step of 16 images needs 20.0 GiB on each {gpu}, which has 15.0 GiB")
+        return result
+
+    monkeypatch.setattr("eagleray.plan", plan)
+    path = tmp_path / "mine.yaml"
+    init.init(images=300, method="simsiam", gpu=["t4", "l4"], file=path)
+    said = capsys.readouterr().out
+    assert "plan      1 x t4: resnet50: a step of 16 images needs 20.0 GiB on each t4" in said
+    assert "plan      1 x l4 with optim.checkpointing=true: 8.0 of 16.0 GiB, 100 images/s" in said
+    assert f"train     eagleray pretrain {path} data.train=DATA" in said
+    assert "optim.checkpointing=true if memory runs out" in path.read_text()
+    assert "micro_batch" not in path.read_text()
 
 
 def test_images_of_many_channels_need_a_key(tmp_path: Path):

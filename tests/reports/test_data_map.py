@@ -106,6 +106,17 @@ def test_columns_and_features_of_other_images_are_not_shown(shards: Path, tmp_pa
     assert f"eagleray data measure {shards}" in page
 
 
+def test_a_page_about_other_data_is_not_replaced(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others, out = write_copies(tmp_path / "its & others"), tmp_path / "data.html"
+    eagleray.data_map(others, out)
+    page = eagleray.data_map(f"{others}/", out).read_text()  # a page about the same data is replaced
+    said = refused(capsys, "data", "map", str(shards), "--out", str(out))
+    assert said.endswith(f"--out {out}: is there, and is no page about {shards}; give another name")
+    assert out.read_text() == page
+
+
 def test_wrong_input_is_one_line(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["data", "map", str(shards), "--out", str(tmp_path / "data.html")]
     assert "there are key, shard, label, bytes" in refused(capsys, *command, "--where", "nsfw < 1")

@@ -10,7 +10,7 @@ import eagleray
 from eagleray.base.console import say, say_loading
 from eagleray.base.errors import UserError, explained
 from eagleray.base.files import check_local, writing
-from eagleray.config import yaml_text
+from eagleray.config.yaml_text import dump_line
 
 if TYPE_CHECKING:
     from eagleray.datasets.survey import Survey
@@ -133,18 +133,22 @@ def forecasts(
             "price": price,
         }
         name = f"{max(gpus, 1)} x {kind or 'GPU of this machine'}"
-        try:
-            result = eagleray.plan(str(file), {"data.train": None}, **asked)
-            how = ""
-        except UserError as e:
-            if "GiB on each" not in str(e):  # only `refusal`, for a run that does not fit, says this
-                raise
-            result = eagleray.plan(str(file), {"data.train": None, "optim.micro_batch": "auto"}, **asked)
-            how = " with optim.micro_batch=auto"
+        what = "if rented" if rented else "plan"
+        for how in ("", " with optim.micro_batch=auto", " with optim.checkpointing=true"):
+            try:
+                result = eagleray.plan(str(file), ["data.train=null", *how.split()[1:]], **asked)
+                break
+            except UserError as e:
+                if "GiB on each" not in str(e):  # only `refusal`, for a run that does not fit, says this
+                    raise
+                why = str(e)
+        else:
+            yield f"{what:<9} {name}: {why}"
+            continue
         hours = result.hours or 0.0
         money = f", {result.cost:,.2f} at {price:g} an hour" if result.cost else ""
         yield (
-            f"{'if rented' if rented else 'plan':<9} {name}{how}: {result.memory_needed / 2**30:.1f} of "
+            f"{what:<9} {name}{how}: {result.memory_needed / 2**30:.1f} of "
             f"{result.memory_of_device / 2**30:.1f} GiB, {result.images_per_s:,.0f} images/s, {hours:,.1f} h, "
             f"{hours * result.ranks:,.1f} GPU-hours{money}; the {result.limit} limits it"
         )
@@ -249,12 +253,7 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Sequence[str]:
         if isinstance(value, dict):
             lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
         elif isinstance(value.value, list) and value.value and isinstance(value.value[0], Mapping):
-            lines += [f"{indent}{key}: # {value.why}", *(f"{indent}  - {_flow(item)}" for item in value.value)]
+            lines += [f"{indent}{key}: # {value.why}", *(f"{indent}  - {dump_line(item)}" for item in value.value)]
         else:
-            lines.append(f"{indent}{key}: {_flow(value.value)}" + (f" # {value.why}" if value.why else ""))
+            lines.append(f"{indent}{key}: {dump_line(value.value)}" + (f" # {value.why}" if value.why else ""))
     return lines
-
-
-def _flow(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    return yaml_text.dump_line(value)

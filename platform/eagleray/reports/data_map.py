@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base import files
+from eagleray.base.errors import UserError
 from eagleray.curation.cuts import Cut
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, UNTYPED, samples_where
@@ -70,6 +71,17 @@ def group(pictures: Iterable[Picture | None]) -> Pictures:
     return Pictures([picture for picture in pictures if picture])
 
 
+def check_page(option: str, path: Path, url: str) -> None:
+    """Raises UserError when `path`, the value of `option`, is a file, but not a page about the data at `url`."""
+    from markupsafe import escape
+
+    footer = escape(footer_text(url.rstrip("/")).rpartition(",")[0])
+    own = f"<footer>{footer}".encode(errors="backslashreplace")
+    with files.writing(f"{option}{path}"):
+        if path.exists() and own not in path.read_bytes():
+            raise UserError(f"{option}{path}: is there, and is no page about {url}; give another name")
+
+
 def data_map(
     url: str,
     index: Index,
@@ -84,6 +96,7 @@ def data_map(
     `columns` a file with columns for it. `features` None: an embedding beside the shards is used, if there is one.
     Raises UserError for a wrong expression, and when the page cannot be written."""
     files.check_local("--out", out)
+    check_page("--out ", out, url)
     tables = list(complete_tables(index.shards, MEASURED, lambda about: same_shards(index, about.shards)))
     data = Data(url, index, tables, features or beside(index, {}))
     sections = [*first, preview(data, where, columns), on_map(data), clusters(data), copies(data), ends(data)]
@@ -91,7 +104,7 @@ def data_map(
         title=f"Data set {url.rstrip('/').rpartition('/')[2]}",
         lead=lead(data),
         sections=[section for section in sections if section],
-        footer=footer_text(url),
+        footer=footer_text(url.rstrip("/")),
         tiles=[Tile("images", len(index)), *[Tile("shards", index.packed)] * bool(index.packed), *tiles(data)],
     )
     with files.writing(str(out)):

@@ -70,11 +70,7 @@ def batch_for(recipe: Recipe, images: int, *, ranks: int) -> Iterator[Value]:
     if images < batch:
         raise UserError(f"{images} images do not fill a batch of {ranks} worker(s); expected at least {batch}")
     lanes = ranks * min(each, READERS)
-    yield Value(
-        "optim.batch",
-        batch,
-        f"{images // batch} steps per epoch; optim.micro_batch={max(each // 4, 1)} if memory runs out",
-    )
+    yield Value("optim.batch", batch, f"{images // batch} steps per epoch; optim.checkpointing=true if memory runs out")
     yield Value("data.lanes", lanes, "divides the batch, with the same number for each worker")
     if recipe.optim.lr_images is None and batch != old:
         yield Value("optim.lr_images", old, "optim.lr.value is meant for this batch and is scaled to ours")
