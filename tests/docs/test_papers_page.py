@@ -93,6 +93,19 @@ def check_names(row: Row) -> None:
             assert name in bundled.names("sweep") or name.startswith("timm:"), span
 
 
+def test_every_row_with_regions_from_a_later_epoch_says_so() -> None:
+    """EsViT's section 2.2 has its loss on regions from the start."""
+    trees = {name: bundled.tree(name)["method"] for name in bundled.names() if name.startswith("esvit")}
+    late = {name for name, method in trees.items() if isinstance(method, dict) and method.get("region_from")}
+
+    def check(row: Row) -> None:
+        if late & {span.split()[0] for span in row.spans()}:
+            assert re.search(r"L_R|see E\d\d", row.paper + row.limits)
+
+    assert late
+    check_all(check, ROWS, lambda row: row.id)
+
+
 def test_every_recipe_that_a_paper_published_is_on_the_page() -> None:
     named = {span.split()[0] for row in ROWS for span in row.spans()}
     published = {
