@@ -25,8 +25,15 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, also by commands that tests start
 torch.set_num_threads(1)
-# The same inputs each time, so that a commit that passed once passes again; `make fuzz` looks for new ones.
-hypothesis.settings.register_profile("same", derandomize="FUZZ" not in os.environ, database=None)
+# The same inputs each time, however long each takes on a busy machine, so that a commit that passed once passes again;
+# `make fuzz` looks for new ones.
+hypothesis.settings.register_profile(
+    "same",
+    derandomize="FUZZ" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("same")
 if "FUZZ" not in os.environ:  # else hypothesis draws constants of all modules that earlier tests have imported, too
     providers._get_local_constants = lambda: providers._local_constants

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from helpers import ray_auth
 from helpers.fake_head import FakeHead
+from helpers.processes import wait_for
 
 from eagleray.base.errors import Outage
 from eagleray.cli import main
@@ -239,8 +240,10 @@ def test_no_head_there(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch
         head.broken = lambda reply=(status, text): reply
         assert wanted in refusal(eagleray("jobs", "--address", head.address))
     monkeypatch.setattr(jobs, "TIMEOUTS", (0.5, 0.5))
-    head.broken = lambda: time.sleep(2)
+    over = threading.Event()
+    head.broken = lambda: (over.wait(60), None)[1]  # it takes the request, and does not answer
     assert "nobody answers there" in refusal(eagleray("jobs", "--address", head.address))
+    over.set()
 
 
 def test_unknown_ids(head: FakeHead, eagleray: Callable[..., Ran]):
@@ -343,12 +346,18 @@ def test_a_follower_outlives_an_outage_and_says_each_line_once(head: FakeHead):
     cluster = jobs.Cluster(head.address)
     wanted = [f"line {i} of the run" for i in range(200)]
     text = "".join(f"{line}\n" for line in wanted)
+    met = threading.Event()
+
+    def away() -> tuple[int, str]:
+        met.set()
+        return 500, "Traceback\nboom"
 
     def write() -> None:
         start = head.logs["run"]
         for at in range(0, len(text), 37):  # in pieces that are no lines
             head.logs["run"] = start + text[: at + 37]
-            head.broken = (lambda: (500, "Traceback\nboom")) if 1000 < at < 2000 else None
+            head.broken = away if 1000 < at < 2000 else None
+            wait_for(lambda: met.is_set() or not head.broken)  # the follower has met the outage
             time.sleep(0.01)
         head.set("run", "SUCCEEDED", 0)
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as td
+from helpers.processes import wait_for
 from helpers.spare_work import begun
 
 from eagleray.base.errors import Preempted
@@ -158,6 +159,7 @@ def test_a_rank_that_is_done_waits_for_the_others_and_begins_again_with_them(ran
     results = ranks.start({}, {1: "stand still"})
     done, _, _ = ranks.begun(0, 1)
     other = ranks.begun(1, 1)[0]
+    wait_for(lambda: ranks.store.add("1/done", 0) == 1)
     time.sleep(3 * supervisor.LOOK)
     assert psutil.pid_exists(done), "the others may still talk to it"
     os.kill(other, signal.SIGKILL)
@@ -168,7 +170,7 @@ def test_a_process_that_dies_when_its_rank_is_done_is_not_missed(ranks: Ranks) -
     results = ranks.start({}, {1: "be done when told"})
     done, _, _ = ranks.begun(0, 1)
     ranks.begun(1, 1)
-    time.sleep(3 * supervisor.LOOK)
+    wait_for(lambda: ranks.store.add("1/done", 0) == 1)
     os.kill(done, signal.SIGKILL)
     wait_for_end(done)
     ranks.worker.leave.set()

@@ -169,18 +169,18 @@ def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_loader_process_that_stands_still_is_named_and_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loader_processes, "NAMED", 1.0)
-    monkeypatch.setattr(loader_processes, "STOPPED", 2.0)
     monkeypatch.setattr("eagleray.data.loader.LAST", 0.5)
     before = set(multiprocessing.active_children())
     batches = Loader(stream(folder), rank=0, ranks=1, workers=2, device=CPU).batches(0)
     next(batches)
+    monkeypatch.setattr(loader_processes, "NAMED", 1.0)  # only now: the start may take longer
+    monkeypatch.setattr(loader_processes, "STOPPED", 2.0)
     _, stopped = set(multiprocessing.active_children()) - before
     os.kill(stopped.pid or 0, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"no batch for \d s; .*loader process {stopped.pid} is stopped"):
+    with pytest.raises(RuntimeError, match=rf"no batch for \d+ s; .*loader process {stopped.pid} is stopped"):
         list(batches)
-    assert 2 <= time.monotonic() - began < 30
+    assert 2 <= time.monotonic() - began < 100  # and not after the 120 s of other loaders that are slow
     assert len([r for r in caplog.records if f"loader process {stopped.pid} is stopped" in r.message]) == 1
     wait_for(lambda: not stopped.is_alive())  # whose end another thread may hear of a moment earlier
 

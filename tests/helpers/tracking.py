@@ -7,7 +7,7 @@ from typing import Any
 from eagleray.base.files import JsonLines
 from eagleray.runs.mlflow_log import MLflow
 
-BLOCKED = 0.2  # seconds that a step may be held up: a pause of a busy machine, but no reply that is waited for
+BLOCKED = 0.8  # seconds that a step may be held up: a pause of a busy machine, but no reply that is waited for
 
 
 def record(step: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def get(watch: Watch, path: str = "", **headers: str) -> tuple[int, str, str | N
     """The status, the text and the seconds after which a browser asks again."""
     request = urllib.request.Request(watch.url + path, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, answer.read().decode(), answer.headers["Refresh"]
     except urllib.error.HTTPError as e:
         return e.code, e.read().decode(), e.headers["Refresh"]
@@ -169,8 +169,8 @@ def test_the_command_ends_at_ctrl_c(folder: Path):
         assert process.stdout
         line = process.stdout.readline()
         [url] = re.findall(r"^(http://127\.0\.0\.1:\d+/) shows", line)
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             assert steps(answer.read().decode()) == "50"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert not process.stderr or process.stderr.read() == ""

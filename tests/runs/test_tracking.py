@@ -23,7 +23,7 @@ from eagleray.base.errors import Outage, UserError, hide_secrets
 from eagleray.runs import mlflow_log, mlflow_run
 from eagleray.runs.mlflow_log import MLflow
 from eagleray.runs.mlflow_run import connect, mend, parent_run, send_missing, update
-from eagleray.runs.tracking import DataInput, Tracking, read_note, tracking_of
+from eagleray.runs.tracking import DataInput, Tracking, begin_anew, read_note, tracking_of
 
 CALLS = ("log_batch", "get_run", "create_run", "update_run_info", "get_experiment_by_name", "log_inputs")
 DATA = (DataInput("training", "shapes", "0123", "local", "{}", "{}"),)
@@ -124,6 +124,8 @@ def test_a_server_that_comes_back_gets_the_steps_that_it_missed(server: Server, 
     logged(history, range(1, 3), 0.05)
     server.failing = lambda: True
     logged(history, range(3, 20), 0.02)
+    # The disk may be slow: the outage goes on until a request has met it.
+    wait_for(lambda: history.away or bool(history.flying and history.flying.done()))
     server.failing = lambda: False
     wait_for(lambda: history.ready)
     logged(history, range(20, 22))
@@ -143,6 +145,19 @@ def test_steps_that_are_taken_again_are_not_sent_again(server: Server):
         history.close("KILLED", [])
         assert the_run(server.uri, "run")[1].info.status == "KILLED"
     assert steps_there(server.uri, server.out) == list(range(1, 15))
+
+
+def test_a_run_that_goes_back_to_forget_is_another_run_there(server: Server):
+    """Its steps are taken again with other images, and end in another model."""
+    for _ in range(2):
+        history = server.begin()
+        logged(history, range(1, 5))
+        history.close("FINISHED", [])
+        begin_anew(server.out / "mlflow.json")
+    client = connect(server.uri)
+    runs = client.search_runs([client.get_experiment_by_name("eagleray").experiment_id])
+    steps = [sorted(m.step for m in client.get_metric_history(r.info.run_id, "loss")) for r in runs]
+    assert steps == [[1, 2, 3, 4]] * 2
 
 
 def test_what_is_missing_is_sent_once_by_hand(server: Server, caplog: pytest.LogCaptureFixture):
@@ -189,7 +204,7 @@ def test_a_deleted_experiment_is_one_line_without_a_wait(server: Server, caplog:
         logged(history, range(7, 9), 0.1)
         history.close("FINISHED", [])
         assert server.asked == asked, "it is not tried again"
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < mlflow_log.LONGEST / 2
         restore = (
             f"MLFLOW_TRACKING_URI={server.uri} mlflow experiments restore --experiment-id {run.info.experiment_id}"
         )
@@ -213,7 +228,7 @@ def test_an_address_that_is_none_is_told_at_once(uri: str, tmp_path: Path, caplo
     began = time.monotonic()
     logged(history, range(1, 3))
     history.close("FINISHED", [])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < mlflow_log.LONGEST / 2
     [line] = warnings(caplog)
     assert line.startswith(f"MLflow at {uri}: ")
     assert line.endswith("; is MLFLOW_TRACKING_URI right?; then `eagleray track runs/a` sends the run")
@@ -249,7 +264,7 @@ def test_a_server_that_hangs_or_is_dead_holds_nobody_up(
         assert logged(history, range(1, 100), 0.005) < BLOCKED
         began = time.monotonic()
         history.close("FINISHED", [])
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < mlflow_log.LONGEST / 2
         [line] = warnings(caplog)
         assert line.startswith(f"MLflow at {hide_secrets(uri)}: ")
         assert why in line

@@ -97,7 +97,7 @@ def test_sigterm_to_a_command_and_all_its_processes_saves_and_stops(
     process = start(arguments(small, shards, out, *more), group=0, cold=True)
     wait_for_step(out, 3, process)
     os.killpg(process.pid, signal.SIGTERM)
-    text = process.communicate(timeout=40)[0]  # without its servers, Ray waits for 60 s
+    text = process.communicate(timeout=40 if workers else 200)[0]  # without its servers, Ray waits for 60 s
     assert process.returncode == 1, text
     last = read_lines(out / "metrics.jsonl")[-1]["step"]
     state = checkpoint.newest(out / "checkpoints")

@@ -45,8 +45,8 @@ def proxy() -> Iterator[Proxy]:
         upstream.shutdown()
 
 
-def ask(proxy: Proxy, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=1)
+def ask(proxy: Proxy, method: str = "GET", body: bytes | None = None, *, timeout: float = 60) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=timeout)
     try:
         connection.request(method, "/bucket/key?part=1", body)
         answer = connection.getresponse()
@@ -68,7 +68,7 @@ def test_it_passes_on_and_counts(proxy: Proxy) -> None:
 
 
 def test_one_connection_serves_many_requests(proxy: Proxy) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=1)
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     for faults in (Faults(), Faults(refuse=1.0), Faults()):
         proxy.faults = faults
         connection.request("GET", "/x")
@@ -106,7 +106,7 @@ def test_it_resets(proxy: Proxy) -> None:
 def test_it_stalls(proxy: Proxy) -> None:
     proxy.faults = Faults(stall=1.0)
     with pytest.raises(TimeoutError):
-        ask(proxy)
+        ask(proxy, timeout=1)
 
 
 def test_it_throttles(proxy: Proxy) -> None:
