@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.commands import status
 from helpers.plugins import write_plugin, write_recipe
 from helpers.recipes import SMALL
 
@@ -387,7 +388,7 @@ def launch(*given, **more):
         raise RuntimeError(f"{found} imported")
 
 ray_tune.launch = launch
-run.parent = run.end = lambda *given, **more: {"finished": True}
+run.parent = run.end = lambda *given, **more: {"finished": True, "best": {}}
 main.main()
 """
 
@@ -396,13 +397,20 @@ main.main()
 def test_the_driver_of_a_sweep_imports_no_pytorch(shards: Path, tmp_path: Path):
     """A head has one for every sweep; the process that checks the sweep ends before the first trial."""
     words = ["tune", write(tmp_path), f"out={tmp_path / 'out'}"]
-    for data, status, said in ("/nowhere", 2, "error: data.train: /nowhere: cannot be read"), (shards / "train", 0, ""):
+    for data, code, said in ("/nowhere", 2, "error: data.train: /nowhere: cannot be read"), (shards / "train", 0, ""):
         command = [sys.executable, "-c", DRIVER, *words, f"data.train={data}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert (done.returncode, done.stderr.strip()[: len(said) or None]) == (status, said), done.stdout
+        assert (done.returncode, done.stderr.strip()[: len(said) or None]) == (code, said), done.stdout
     machine = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert machine["command"][-1] == f"data.train={shards / 'train'}"
     assert machine["packages"]["torch"][0].isdigit()
+
+
+def test_a_sweep_without_a_best_trial_has_an_exit_status_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """As when all trials have failed, after which a script has nothing to go on with."""
+    for best, code in ({"id": "000"}, None), (None, 1):
+        monkeypatch.setattr("eagleray.tune", lambda *_, b=best, **__: {"best": b, "finished": True})
+        assert status("tune", "mine.yaml", "--json") == code
 
 
 def test_an_evaluation_before_the_end_of_some_trials_is_an_objective(tmp_path: Path):

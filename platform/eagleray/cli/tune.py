@@ -50,3 +50,5 @@ def tune(
         sys.exit(1)
     if as_json:
         print(json.dumps(result))
+    if result["best"] is None:  # no trial took all its steps
+        sys.exit(1)
