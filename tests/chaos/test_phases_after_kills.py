@@ -43,4 +43,5 @@ def test_all_phases_of_dinov3_are_the_same_after_kills(shards: Path, tmp_path: P
     assert all(state is not None and state["step"] == STEPS for state in states)
     assert_same(*(state["method"] for state in states if state))
     begun = {line["step"] for line in read_lines(Path(killed) / layout.STARTS) if "ranks" in line}
-    assert len(begun) > 5, f"kills were not all over the run: started from {sorted(begun)}"
+    # Some attempt began after each change of the views. How many did depends on how fast checkpoints are written.
+    assert {step // 20 for step in begun} >= {0, 1, 2}, f"kills were not all over the run: started from {sorted(begun)}"

@@ -40,7 +40,15 @@ def made(tmp_path_factory: pytest.TempPathFactory, quick_runs: None) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundled, "tree", reader_home.shipped)
         data = [f"data.{split}={folder / 'labelled' / split}" for split in ("train", "test")]
-        run("tune", "cifar10_small", *data, "sweep.trials=1", "monitor.every=4", f"out={folder / 'sweeps' / 'mine'}")
+        run(
+            "tune",
+            "cifar10_small",
+            *data,
+            "sweep.trials=1",
+            "monitor.every=4",
+            "monitor.bank=512",
+            f"out={folder / 'sweeps' / 'mine'}",
+        )
     with store_of(place / "store", *reader_home.BUCKETS):
         yield folder
 

@@ -44,7 +44,7 @@ INSTEAD = {
     r"\$PWD/photos": "s3://bucket/train",
     r"\$PWD": "s3://bucket",
     r"(submit tune cifar10_small)": r"\1 sweep.trials=2",
-    r"(tune cifar10_small)": r"\1 monitor.every=4",  # a trial takes 20 steps
+    r"(tune cifar10_small)": r"\1 monitor.every=4 monitor.bank=512",  # a trial takes 20 steps
     r"(tune imagenet_methods)": r"\1 workers=0 optim.batch=32 optim.epochs=2 evaluate.every=1 sweep.trials=2",
     r"(tune mocov3_figure5)": r"\1 workers=0 optim.epochs=1",
     r"(submit finetune \S+) RECIPE": r"\1 tuned.yaml data.test=s3://bucket/val",

@@ -34,6 +34,9 @@ SWEEP: dict[str, Any] = {
 }
 
 
+SOON = ("monitor.every=4",)  # its objective is measured within its 20 steps
+
+
 def write(folder: Path, **changes: Any) -> str:
     (folder / "small.yaml").write_text(SMALL)
     (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP | changes, sort_keys=False))
@@ -363,6 +366,15 @@ def test_another_sweep_in_the_folder_is_refused(study: Study, tmp_path: Path):
         check_same(given("optim.epochs=7"))
 
 
+def test_an_objective_that_trials_are_too_short_for_is_refused(shards: Path, tmp_path: Path):
+    data = f"data.train={shards / 'train'}"
+    checks.check_data(load(write(tmp_path), [data, *SOON]), tmp_path)
+    with pytest.raises(
+        UserError, match=r"monitor/knn: first measured at step 16, and a trial takes 10 steps; give more"
+    ):
+        checks.check_data(load(write(tmp_path), [data, *SOON, "optim.epochs=1"]), tmp_path)
+
+
 @pytest.mark.slow
 def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -373,7 +385,7 @@ def test_a_sweep_whose_data_is_missing_leaves_its_folder_to_the_corrected_one(
         run.tune(load(sweep, [f"out={out}", "data.train=/nowhere"]), most=None, resume=False)
     assert [p.name for p in out.iterdir()] == [".command"]
     for resume in (True, False):  # there is nothing to continue, and nothing that forbids it
-        told = run.tune(load(sweep, [f"out={out}", f"data.train={shards / 'train'}"]), most=None, resume=resume)
+        told = run.tune(load(sweep, [f"out={out}", f"data.train={shards / 'train'}", *SOON]), most=None, resume=resume)
         assert told == {"rows": {}}
 
 
@@ -396,7 +408,7 @@ main.main()
 @pytest.mark.slow
 def test_the_driver_of_a_sweep_imports_no_pytorch(shards: Path, tmp_path: Path):
     """A head has one for every sweep; the process that checks the sweep ends before the first trial."""
-    words = ["tune", write(tmp_path), f"out={tmp_path / 'out'}"]
+    words = ["tune", write(tmp_path), f"out={tmp_path / 'out'}", *SOON]
     for data, code, said in ("/nowhere", 2, "error: data.train: /nowhere: cannot be read"), (shards / "train", 0, ""):
         command = [sys.executable, "-c", DRIVER, *words, f"data.train={data}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -53,7 +53,7 @@ class Monitor:
         self.moving = [p for n, p in named if in_backbone(n) and p.ndim > 1]
         self.copies = momentum_copies(method)
         encoder = encoder_with(method, method.monitored_backbone())
-        self.bank = Bank(max(settings.bank or min(images // 10, BANK), ROWS), encoder.backbone.dim, device)
+        self.bank = Bank(bank_rows(settings, images), encoder.backbone.dim, device)
         self.trunk = self.moving + [p for p in frozen_weights(encoder.backbone) if p.ndim > 1]
         head = encoder.head
         projector = head.projector if isinstance(head, PrototypeHead) else head
@@ -180,6 +180,11 @@ class Monitor:
         if self._before:
             self._update = distance(self._before, [p.detach() for p in self.moving], self.trunk)
             self._before = []
+
+
+def bank_rows(settings: Watch, images: int) -> int:
+    """Return how many features the kNN monitor keeps of a training set of `images`."""
+    return max(settings.bank or min(images // 10, BANK), ROWS)
 
 
 class BankRows(NamedTuple):
