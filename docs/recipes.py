@@ -2,10 +2,12 @@
 """Writes docs/recipes/, a page of tables for each family of methods, from the recipes of pipelines/."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from eagleray.config import bundled
-from eagleray.config.published import cost_words, ours_words, published_words
+from eagleray.config.published import numbers
 from eagleray.datasets.catalogue import DATASETS
 from eagleray.runs import recipe
 
@@ -52,8 +54,42 @@ def row(*cells: object) -> str:
 def cells(name: str) -> list[object]:
     r, data = recipe.load(name), next((title for short, title in DATA.items() if f"_{short}_" in name), "your images")
     said = bundled.recipe(name)
-    numbers = [published_words(said.published), cost_words(said.cost), ours_words(said.ours)]
-    return [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch, *numbers]
+    results = [published_words(said.published), cost_words(said.cost), ours_words(said.ours)]
+    return [f"`{name}`", f"`{r.backbone.name}`", data, r.optim.epochs, r.optim.batch, *results]
+
+
+def published_words(published: Sequence[Mapping[str, Any]]) -> str:
+    """Return the published results, each with its source, or `none`."""
+    return "; ".join(map(_entry, published)) or "none"
+
+
+def _entry(entry: Mapping[str, Any]) -> str:
+    words = numbers(entry)
+    words += f" on {entry['data']}" if "data" in entry else ""
+    words += f" with optim.epochs={entry['epochs']}" if "epochs" in entry else ""
+    words += (" " if "gain" in entry else ", " if words else "") + entry["note"] if "note" in entry else ""
+    return f"{words} ({entry['source']})"
+
+
+def cost_words(cost: Mapping[str, Any]) -> str:
+    """Return the training cost that a recipe's authors state, as text, or `not published`."""
+    if not cost:
+        return "not published"
+    devices = next((f"{cost[kind]} {kind[:3].upper()}s" for kind in ("gpus", "tpus") if kind in cost), "")
+    devices += f" {cost['kind']}" if "kind" in cost else ""
+    words = f"{cost['hours']} hours on {devices}" if "hours" in cost else devices
+    words = ", ".join(filter(None, (words, cost.get("note"))))
+    return f"{words} ({cost['source']})" if "source" in cost else words
+
+
+def ours_words(ours: Mapping[str, Any]) -> str:
+    """Return our own results and those of the untrained backbone as text, or `not run`."""
+    if not ours:
+        return "not run"
+    words = numbers(ours)
+    words += f" +- {ours['deviation']}" if "deviation" in ours else ""
+    words += f" (untrained: {numbers(ours['untrained'])})" if "untrained" in ours else ""
+    return ", ".join(filter(None, (words, ours.get("note"))))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.deploy import exported
 
-from eagleray.cluster.prometheus import Gauges, exported, wanted
+from eagleray.cluster.prometheus import Gauges, wanted
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "eagleray.json"
 

@@ -1,5 +1,6 @@
 """Recipe files: one recipe, rows over shared keys, or a grid; bases by name or by file; one line for a wrong layout."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import yaml
 
 from eagleray.base.errors import UserError
 from eagleray.config import bundled, tables
-from eagleray.config.published import cost_words, ours_words, published_words
 from eagleray.runs import recipe
+
+WORDS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "recipes.py"))
+published_words, cost_words, ours_words = (WORDS[f"{what}_words"] for what in ("published", "cost", "ours"))
 
 GRID = """
 about: "{method} on {backbone}."

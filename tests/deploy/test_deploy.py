@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.deploy import DEPLOY, compose, dockerfile, kuberay, load, ray_up, script
-
-from eagleray.cluster.prometheus import exported
+from helpers.deploy import DEPLOY, compose, dockerfile, exported, kuberay, load, ray_up, script
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [DEPLOY / name for name in ("node.sh", "spot.sh", "store.sh", "mlflow/serve.sh", "slurm/eagleray.sbatch")]

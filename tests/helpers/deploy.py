@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from eagleray.cluster.prometheus import FINDINGS, GAUGES, PLANNED, PREFIX, PROGRESS, WANTED
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOOLS = Path(sys.executable).parent  # of this environment
 CRD = Path(__file__).parents[1] / "deploy" / "kuberay_crd.json"
@@ -20,6 +22,12 @@ CRD = Path(__file__).parents[1] / "deploy" / "kuberay_crd.json"
 
 def load(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def exported() -> set[str]:
+    """Return the names of the metrics as Prometheus sees them."""
+    names = *GAUGES, PROGRESS[0], PLANNED[0], WANTED[0], f"{FINDINGS[0]}_total"
+    return {f"ray_{PREFIX}{name}" for name in names}
 
 
 # Each check returns what is wrong, in words.

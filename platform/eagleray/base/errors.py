@@ -103,3 +103,8 @@ def one_line(error: BaseException) -> str:
     text = hide_secrets(" ".join(str(error).split()))
     cause = re.search(r"Caused by \w+\(.*: (.*?)[\"')]*$", text)  # how urllib3 writes the innermost cause
     return cause[1] if cause else text[:300]
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an error; without a message, the name of its type."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

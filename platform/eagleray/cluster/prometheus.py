@@ -75,9 +75,3 @@ def wanted(run: str, method: str, user: str, workers: int) -> Iterator[None]:
     with closing(Kept(run, method, user, dict([WANTED]))) as kept:
         kept.set(WANTED[0], workers)
         yield
-
-
-def exported() -> set[str]:
-    """Return the names of the metrics as Prometheus sees them."""
-    names = *GAUGES, PROGRESS[0], PLANNED[0], WANTED[0], f"{FINDINGS[0]}_total"
-    return {f"ray_{PREFIX}{name}" for name in names}

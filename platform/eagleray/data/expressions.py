@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from eagleray.base.errors import UserError
+from eagleray.base.errors import UserError, first_line
 from eagleray.base.threads import begin
 from eagleray.config.source import Source
 from eagleray.data.selection import check_weights
@@ -101,11 +101,6 @@ def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedA
 def shown(text: str) -> str:
     """Return the beginning of a text, on one line, for an error message."""
     return " ".join(text.split())[:SHOWN].encode(errors="backslashreplace").decode()
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the message of an error of DuckDB."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def within_limits(connection: Any, sql: str, name: str) -> pa.Table:

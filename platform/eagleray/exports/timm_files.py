@@ -30,24 +30,6 @@ def embed(images):  # (B, 3, H, W)
         return model(images)  # (B, D)
 """
 OURS = """\
-import eagleray
-import torch
-from eagleray.data.decode import decode
-from eagleray.views.preprocessing import Preprocessing
-
-model = eagleray.load(folder)
-transform = Preprocessing({settings})
-
-
-def preprocess(files):
-    return torch.stack([transform(decode(open(file, "rb").read())) for file in files])
-
-
-def embed(images):  # (B, 3, H, W)
-    with torch.inference_mode():
-        return model.pooled(images)  # (B, D)
-"""
-CHANNELS = """\
 from pathlib import Path
 
 import torch
@@ -70,11 +52,8 @@ def embed(images):  # (B, N, H, W)
 def write(source: Source, folder: Path) -> Program:
     """Write `backbone.safetensors`, `backbone.json` and, for timm, `config.json`. Return the program to load them."""
     to_timm(source.backbone, source.network, folder, source.preprocessing)
-    images = source.preprocessing
-    if images.channels:
-        return Program(CHANNELS)
-    if "timm" not in describe(source.network):
-        return Program(OURS.format(settings=f"size={images.size}, resize={images.resize}"))
+    if source.preprocessing.channels or "timm" not in describe(source.network):
+        return Program(OURS)
     plugin = plugins.plugin_of(source.network.name, "backbone")
     after = f"  # after the plug-in {plugin.name!r}, which registers the model" if plugin else ""
     return Program(PROGRAM.replace("import timm\n", f"import timm{after}\n"))

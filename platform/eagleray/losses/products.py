@@ -24,6 +24,11 @@ def cosine(p: Tensor, z: Tensor) -> Tensor:
     return F.cosine_similarity(widen(p), widen(z), dim=1)
 
 
+def distance(p: Tensor, z: Tensor) -> Tensor:
+    """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to length one."""
+    return 2 - 2 * cosine(p, z.detach()).mean()
+
+
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """Return the inner products (n, m) of the rows of x (n, C) with the rows of y (m, C): x @ y.T."""
     dtype = product_dtype(x)

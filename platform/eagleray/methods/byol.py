@@ -10,7 +10,7 @@ from torch import Tensor
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Layers
 from eagleray.data.batch import Batch
-from eagleray.losses.products import cosine
+from eagleray.losses.products import distance
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone, Encoder
 from eagleray.models.ema import ema_copy, ema_update
@@ -54,8 +54,3 @@ class BYOL(Method):
 
     def export(self) -> Backbone:
         return self.online.backbone
-
-
-def distance(p: Tensor, z: Tensor) -> Tensor:
-    """Return equation 2: the mean squared distance of predictions p and targets z (B, C), each scaled to length one."""
-    return 2 - 2 * cosine(p, z.detach()).mean()

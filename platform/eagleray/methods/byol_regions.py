@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagleray.config.schedule import Progress, Schedule
 from eagleray.config.types import Share, Temperature
 from eagleray.data.batch import Batch
-from eagleray.losses.products import cosine
+from eagleray.losses.products import distance
 from eagleray.losses.prototypes import H, check_large_crops, match, update_center
 from eagleray.losses.regions import RegionLoss, matched_distance, project_regions
 from eagleray.methods.method import Method
@@ -117,8 +117,3 @@ class _Encoder(Encoder[nn.Sequential]):
     def __init__(self, backbone: Backbone, head: nn.Sequential, region_head: Any) -> None:
         super().__init__(backbone, head)
         self.region_head = region_head
-
-
-def distance(p: Tensor, z: Tensor) -> Tensor:
-    """Return BYOL's equation 2: the mean squared distance of predictions and targets (B, C), scaled to length one."""
-    return 2 - 2 * cosine(p, z).mean()

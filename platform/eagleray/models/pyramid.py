@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from timm.layers import calculate_drop_path_rates
+from timm.layers import calculate_drop_path_rates, trunc_normal_
 from torch import Tensor, nn
 
 
@@ -42,3 +42,11 @@ def drop_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 def classifier(dim: int, classes: int) -> nn.Module:
     """Return a linear classifier, or the identity for no classes."""
     return nn.Linear(dim, classes) if classes else nn.Identity()
+
+
+def init(module: nn.Module) -> None:
+    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -85,7 +85,7 @@ def _entry(out: str, root: str, metric: str) -> Listed:
         return listed(read(out), root, metric)
     except (UserError, OSError) as e:
         log.warning("%s", e)
-        return Listed(_name(out, root), "", "damaged", 0, None, None, None, None)
+        return Listed(os.path.relpath(out, root), "", "damaged", 0, None, None, None, None)
 
 
 def listed(run: Run, root: str, metric: str) -> Listed:
@@ -94,7 +94,7 @@ def listed(run: Run, root: str, metric: str) -> Listed:
     values = [float(r[metric]) for r in [*run.records, run.summary] if metric in r]
     finite = [v for v in [*values, float(run.earlier.get(metric, math.nan))] if math.isfinite(v)]
     return Listed(
-        name=_name(run.out, root),
+        name=os.path.relpath(run.out, root),
         method=_part(run.recipe, "method"),
         state=run.state,
         step=run.last,
@@ -103,10 +103,6 @@ def listed(run: Run, root: str, metric: str) -> Listed:
         last=values[-1] if values else None,
         changed=datetime.fromtimestamp(run.starts[-1]["time"], UTC) if run.starts else None,
     )
-
-
-def _name(out: str, root: str) -> str:
-    return os.path.relpath(out, root)
 
 
 def _part(recipe: dict[str, Any], part: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import PydanticUserError, create_model
 
-from eagleray.base.errors import Outage, PluginError, UserError
+from eagleray.base.errors import Outage, PluginError, UserError, first_line
 from eagleray.config import Part, register, signature
 from eagleray.methods.method import Method
 from eagleray.models.backbone import Backbone
@@ -62,8 +62,3 @@ def foreign_code(what: str) -> Iterator[None]:
 def _name(entry: register.Entry) -> str:
     """Return a text that names the method and its plug-in."""
     return f"method {entry.name!r} of the plug-in {entry.module}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0]

@@ -63,12 +63,7 @@ class Accounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._account: Account | None = None
-        self._signs = False  # whether credentials were found before
-
-    @property
-    def anonymous(self) -> bool:
-        """Return whether no credentials were found."""
-        return not self._signs
+        self.anonymous = True  # whether no credentials were found yet
 
     def renew(self) -> None:
         """Read the environment and the credentials again for the next request."""
@@ -79,10 +74,10 @@ class Accounts:
         with self._lock:
             if self._account is None:
                 account = read_account(os.environ)
-                signs = bool(account.key or account.sas or account.token)
-                if self._signs and not signs:
+                anonymous = not (account.key or account.sas or account.token)
+                if anonymous and not self.anonymous:
                     raise Transient("the Azure credentials that were found before are gone")
-                self._account, self._signs = account, signs
+                self._account, self.anonymous = account, anonymous
             return self._account
 
 

@@ -195,12 +195,7 @@ class Token:
     def __init__(self, pools: Any) -> None:
         self._pools, self._lock = pools, threading.Lock()
         self._credentials: Any = None  # None: not searched yet; False: there are no credentials
-        self._signs = False  # whether credentials were found before
-
-    @property
-    def anonymous(self) -> bool:
-        """Return whether no credentials were found."""
-        return not self._signs
+        self.anonymous = True  # whether no credentials were found yet
 
     def renew(self) -> None:
         """Read the credentials again for the next request."""
@@ -232,10 +227,10 @@ class Token:
         except google.auth.exceptions.DefaultCredentialsError as e:
             if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                 raise UserError(f"gs://: GOOGLE_APPLICATION_CREDENTIALS: {one_line(e)}") from None
-            if self._signs:
+            if not self.anonymous:
                 raise Transient("the Google credentials that were found before are gone") from None
             return None
-        self._signs = True
+        self.anonymous = False
         return found
 
     def _refresh(self, found: Any) -> None:

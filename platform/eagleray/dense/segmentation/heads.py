@@ -9,14 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork
+from torchvision.ops import Conv2dNormActivation as conv  # of stride 1, followed by batch norm and ReLU
+from torchvision.ops import FeaturePyramidNetwork
 
 DROPOUT = 0.1
-
-
-def conv(inside: int, outside: int, kernel: int = 3) -> nn.Module:
-    """Build a convolution of stride 1 followed by batch norm and ReLU, from `inside` to `outside` channels."""
-    return Conv2dNormActivation(inside, outside, kernel)
 
 
 def classify(inside: int, classes: int) -> nn.Module:

@@ -15,7 +15,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.twins import Block
 from torch import Tensor, nn
 
-from eagleray.models.pyramid import Pyramid, classifier, drop_rates
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates, init
 
 default_cfgs = generate_default_cfgs({"pvt_small": {}})
 
@@ -85,13 +85,6 @@ class Stage(nn.Module):
         same = size == self.position.shape[2:]
         table = self.position if same else F.interpolate(self.position, size, mode="bilinear")
         return table.flatten(2).mT
-
-
-def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
 
 
 @register_model

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from eagleray.base.autocast import in_float32
-from eagleray.models.pyramid import drop_rates
+from eagleray.models.pyramid import drop_rates, init
 
 default_cfgs = generate_default_cfgs({"t2t_vit_14": {}})
 
@@ -134,14 +134,6 @@ def sinusoids(n: int, dim: int, device: torch.device) -> Tensor:
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = torch.arange(n, device=device).unsqueeze(1) * frequency
     return torch.stack([angle.sin(), angle.cos()], 2).flatten(1)
-
-
-def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 def checkpoint_filter_fn(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from timm.layers import DropPath, Mlp, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from eagleray.models.pyramid import Pyramid, classifier, drop_rates
+from eagleray.models.pyramid import Pyramid, classifier, drop_rates, init
 
 # There are no weights to load, but timm warns about a model that has no entry here.
 default_cfgs = generate_default_cfgs({"vil_tiny": {}})
@@ -239,13 +239,6 @@ def attention(dim: int, heads: int, tokens: int, grid: Grid, window: int | None)
 def parameter(*shape: int) -> nn.Parameter:
     """Create a parameter of this shape from a truncated normal distribution with std 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
-
-
-def init(module: nn.Module) -> None:
-    """Initialise a linear layer: truncated normal weights with std 0.02, zero biases."""
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
 
 
 @register_model
