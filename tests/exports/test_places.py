@@ -40,6 +40,8 @@ def test_each_kind_has_a_place_of_its_own(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert api.write("~/step-100.pt", to=to, what=what).folder == tmp_path / place
     assert api.write(run, tmp_path / "mine", to=to, what=what).folder == tmp_path / "mine"
+    there = "export/timm" if place == "export" else place  # directly in export/ are copies of the bucket's files
+    assert api.write("s3://bucket/a", to=to, what=what).folder == tmp_path / there
 
 
 def test_a_copy_of_a_checkpoint_belongs_to_its_run(small: Path, tmp_path: Path):

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from eagleray.engine.export import to_timm
 from eagleray.exports import compare as comparing
 from eagleray.exports import hugging_face, libraries, timm_files, traced, write
 from eagleray.exports.source import with_own_grid
+from eagleray.models.backbone import Backbone
+from eagleray.models.network import Network
 
 TINY = VIT | {"img_size": 32}
 DINOV2 = TINY | {"init_values": 1.0, "reg_tokens": 2, "no_embed_class": True}
@@ -156,6 +159,13 @@ def test_a_network_that_a_library_lacks(to: str, keys: dict[str, Any], wanted: s
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_network_whose_patches_know_no_image_size_has_no_class(tmp_path: Path):
+    found = source(tmp_path / "run", **NETWORKS["vit"])
+    found = replace(found, backbone=Backbone("hiera_tiny_224"), network=Network(name="hiera_tiny_224"))
+    with pytest.raises(UserError, match="no class fits hiera_tiny_224: it has ViT, Dinov2, Swin and ResNet"):
+        hugging_face.write(found, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -271,6 +281,18 @@ def test_the_export_that_a_run_leaves_is_replaced(tmp_path: Path, monkeypatch: p
     assert "library_name: timm" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "DINO.safetensors"])
+def test_an_export_is_not_put_beside_weights_that_timm_would_load(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("eagleray.engine.export.compare", lambda *_: 0.0)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).touch()
+    with pytest.raises(UserError, match=f"out: has {name}, which timm would load instead; give another --destination"):
+        written(tmp_path, "timm", "vit")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [name]
+
+
 def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[Path] = []
     flush = os.fsync
@@ -278,6 +300,21 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monk
     with write.staged(tmp_path / "out") as stage:
         (stage / "README.md").write_text("text")
     assert synced == [stage / "README.md", tmp_path / "out"]
+
+
+def test_a_disk_that_is_full_leaves_the_folder_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def flush(path: Path) -> None:
+        if path.name == "backbone.safetensors":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write, "sync_file", flush)
+    staged = write.staged(tmp_path / "out")
+    stage = staged.__enter__()
+    for name in ("README.md", "backbone.safetensors"):
+        (stage / name).write_text("new")
+    with pytest.raises(UserError, match="No space left on device"):
+        staged.__exit__(None, None, None)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -94,7 +94,18 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     backbone = Backbone("vit_tiny_patch16_224", options={"depth": 2})
     to_timm(backbone, Network(name="vit_tiny_patch16_224", options={"depth": 2}), tmp_path)
-    assert [Path(name).name for name in synced][:2] == [".part.safetensors", tmp_path.name]
+    assert [Path(name).name for name in synced][:2] == [".part.backbone", tmp_path.name]
+
+
+def test_what_a_killed_export_leaves_is_nothing_that_timm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def compared(_: Backbone, files: object, part: Path) -> float:
+        assert part.exists()
+        assert not list(tmp_path.glob("*.safetensors"))  # as timm looks, which finds hidden files too
+        return 0.0
+
+    monkeypatch.setattr("eagleray.engine.export.compare", compared)
+    backbone = Backbone("vit_tiny_patch16_224", options={"depth": 2})
+    to_timm(backbone, Network(name="vit_tiny_patch16_224", options={"depth": 2}), tmp_path)
 
 
 def test_position_needs_a_table():

@@ -109,6 +109,16 @@ def test_a_repository_says_the_colours_of_its_weights(
         assert not warning
 
 
+def test_a_repository_says_how_many_heads_its_weights_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    stated = {"num_hidden_layers": 2, "num_attention_heads": 12}
+    cached(tmp_path, network().model.state_dict(), {"config.json": stated})
+    weights = public_weights(f"hf:{NAME}", "start.from")
+    assert weights is not None
+    with pytest.raises(UserError, match=r"blocks\.0\.attn has 12 attention heads in the weights, but 3 in the model"):
+        fill(network(), weights)
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BaseHTTPRequestHandler]]:
     """A Hub that answers every question with 401 and the error code of its class."""

@@ -27,10 +27,11 @@ from PIL import Image
 import eagleray
 from eagleray.config.channels import Channel
 from eagleray.data.decode import decode
-from eagleray.engine.export import to_timm
+from eagleray.engine.export import snippet, to_timm
 from eagleray.models.backbone import Backbone
 from eagleray.models.network import Network
 from eagleray.runs import mlflow_model
+from eagleray.runs.embedder import build
 from eagleray.runs.mlflow_log import MLflow
 from eagleray.runs.mlflow_run import register_run
 from eagleray.runs.tracking import DataInput, Tracking
@@ -138,6 +139,21 @@ def test_a_backbone_that_timm_cannot_build_needs_this_package(tmp_path: Path):
     np.testing.assert_allclose(pyfunc.load_model(str(tmp_path / "model")).predict(table), ours(out), atol=1e-5)
     module, images = pytorch.load_model(str(tmp_path / "model")), torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(module(images).pooled, eagleray.load(out / "export").pooled(images))
+
+
+def test_positions_that_timm_would_resample_in_another_way_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("eagleray.engine.export.compare", lambda *_: 0.0)
+    used = Network(name="vit_tiny_patch16_224", options=TINY, position="dino")
+    backbone = Backbone(used.name, options=TINY, position="dino").eval()
+    for size, loaded in ((16, "timm.create_model("), (24, "eagleray.load(")):
+        to_timm(backbone, used, folder := tmp_path / str(size), Preprocessing.of(size, 32))
+        assert snippet(folder).startswith(loaded)
+        images = torch.randn(2, 3, size, size)
+        with torch.inference_mode():
+            out = build(folder)(images)
+            torch.testing.assert_close(getattr(out, "pooled", out), backbone.pooled(images))
 
 
 def logged(out: Path, uri: str, register: str | None = None) -> MLflow:

@@ -80,3 +80,10 @@ def test_weights_that_do_not_fit_are_one_line(small: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"c\.pt: its weights do not fit its recipe") as caught:
         restore(str(tmp_path / "c.pt"))
     assert "\n" not in str(caught.value)
+
+
+def test_an_export_is_no_damaged_checkpoint(tmp_path: Path):
+    for name in "backbone.safetensors", "backbone.json":
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"backbone\.safetensors: an export; expected a run or a checkpoint$"):
+        restore(str(tmp_path / "backbone.safetensors"))

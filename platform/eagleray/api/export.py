@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from eagleray.base.console import say_loading
+from eagleray.base.contexts import kept_generators
 from eagleray.base.errors import UserError, reworded
 from eagleray.base.files import check_local
 from eagleray.config import plugins as loading
 from eagleray.engine.export_files import FILE, export_in
 from eagleray.exports.libraries import check_target
 from eagleray.runs.sources import check_run
-from eagleray.storage.store import absolute
+from eagleray.storage.store import absolute, is_remote
 
 if TYPE_CHECKING:
     from eagleray.exports.verify import Verified
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from eagleray.models.backbone import Backbone
 
 
+@kept_generators()
 def load(
     source: str | os.PathLike[str], *, architecture: str | None = None, plugins: Sequence[str | Path] = ()
 ) -> "Backbone":
@@ -73,11 +75,11 @@ def export(
 
     `destination` is the folder for the files. By default the files go into the folder `export/` of the run. If `to` is
     not timm, if `what` is set, or if `source` is a checkpoint, the files go into a subfolder such as `export/onnx` or
-    `export/student-step-100`. `export` loads the files in a new process with that library alone, and keeps them only if
-    ten photographs give the same features as in Eagleray. `what` names an encoder of the method, such as `student`; by
-    default `export` uses the encoder that the run evaluates. With `heads=True`, `export` adds a file with the method's
-    heads, centres and queues. Only `start.from` reads this file. `licence` names the licence under which you publish
-    the weights.
+    `export/student-step-100`; for a run in a bucket, they go into its copy on this machine, for timm to `export/timm`.
+    `export` loads the files in a new process with that library alone, and keeps them only if ten photographs give the
+    same features as in Eagleray. `what` names an encoder of the method, such as `student`; by default `export` uses the
+    encoder that the run evaluates. With `heads=True`, `export` adds a file with the method's heads, centres and
+    queues. Only `start.from` reads this file. `licence` names the licence under which you publish the weights.
 
     Raises UserError if the features differ, or if the library cannot build this network.
 
@@ -117,6 +119,7 @@ def write(
     found = load_source(url, what)
     step = f"step-{found.step}" if found.step is not None else ""
     kind = "-".join(part for part in ("" if to == "timm" else to, what, step) if part)
+    kind = kind or (to if is_remote(url) else "")  # commands download what is directly in export/ again
     folder = Path(destination or found.folder / "export" / kind)
     return write_export(found, to, folder, with_heads=heads, licence=licence)
 

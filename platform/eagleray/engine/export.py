@@ -72,8 +72,11 @@ def to_timm(backbone: Backbone, network: Network, folder: Path, preprocessing: P
         own = any_size(backbone, network)
         files[CONFIG] = timm_config(backbone, network, own | description["options"], preprocessing)
         if preprocessing and own and own["img_size"] != [preprocessing.size] * 2:
+            if network.position == "dino":  # timm would resample its positions in another way
+                description["backbone"] = description["network"]
+                del description["timm"]
             description["options"] = own | description["options"]
-    with durable_path(path, part=path.with_name(".part.safetensors")) as part:  # left if killed, overwritten later
+    with durable_path(path, part=path.with_name(".part.backbone")) as part:  # left if killed; timm must not load it
         save_file(state, part, {"format": "pt"})
         difference = compare(backbone, files, part)
         if not difference <= TOLERANCE:

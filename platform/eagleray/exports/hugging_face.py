@@ -61,13 +61,12 @@ def write(source: Source, folder: Path) -> Program:
     for a network for which transformers has no class."""
     import transformers
 
-    sized = with_own_grid(source.backbone, source.network, source.preprocessing.size).model
     fits = {VisionTransformer: fit_vit, SwinTransformer: fit_swin, ResNet: fit_resnet}
-    fit: Callable[[Any], Fit] | None = fits.get(type(sized))
+    fit: Callable[[Any], Fit] | None = fits.get(type(source.backbone.model))
     if fit is None or not source.network.stem == source.network.norm == source.network.patch_norm == "timm":
         raise no_class(source, "it has ViT, Dinov2, Swin and ResNet, as timm builds them")
     try:
-        model, state, pooled = fit(sized)
+        model, state, pooled = fit(with_own_grid(source.backbone, source.network, source.preprocessing.size).model)
         model.load_state_dict(state)
     except (ValueError, RuntimeError, AttributeError) as e:
         raise no_class(source, " ".join(str(e).split())[:200]) from None

@@ -18,7 +18,7 @@ from eagleray.base.errors import UserError
 from eagleray.base.files import sync_file, sync_folder, writing
 from eagleray.engine.checkpoint_files import sha256
 from eagleray.engine.export import snippet
-from eagleray.engine.export_files import CARD, FILE, HEADS
+from eagleray.engine.export_files import CARD, CONFIG, FILE, HEADS
 from eagleray.exports import hugging_face, timm_files, traced
 from eagleray.exports.card import LIBRARIES, card
 from eagleray.exports.compare import Difference, compare
@@ -101,11 +101,17 @@ def write_heads(source: Source, folder: Path) -> None:
 
 
 def check_place(folder: Path, to: str, names: Collection[str]) -> None:
-    """Raises UserError when `folder` has files called `names` that are not from an export for the library `to`."""
+    """Raises UserError when `folder` has files called `names` that are not from an export for the library `to`, or
+    weights that timm would load instead of the export's."""
     there = sorted(name for name in names if os.path.lexists(folder / name))
     if there and (known := library_of(folder)) != to:
         whose = f"from an export --to {known}" if known else f"not from an export --to {to}"
         raise UserError(f"{folder}: has {', '.join(there)} already, {whose}; give another --destination")
+    if to == "timm" and CONFIG in names:  # timm loads a file with one of its usual names, or else the first by name
+        usual = re.compile(r"(open_clip_)?(pytorch_)?model\.(safetensors|bin|pth)")
+        before = [n for n in os.listdir(folder) if usual.fullmatch(n) or (n.endswith(".safetensors") and n < FILE)]
+        if before:
+            raise UserError(f"{folder}: has {min(before)}, which timm would load instead; give another --destination")
 
 
 def library_of(folder: Path) -> str:
@@ -139,8 +145,10 @@ def staged(folder: Path) -> Iterator[Path]:
             (probe := folder / ".mode").touch()
             mode = probe.stat().st_mode
             probe.unlink()
-            for file in sorted(stage.iterdir(), key=lambda f: f.name != CARD):  # first the card: it names the library
+            files = sorted(stage.iterdir(), key=lambda f: f.name != CARD)  # first the card: it names the library
+            for file in files:  # a full disk may be noticed only here, while `folder` is unchanged
                 file.chmod(mode)  # safetensors lets only the owner read its files
                 sync_file(file)
+            for file in files:
                 file.replace(folder / file.name)
             sync_folder(folder)

@@ -229,7 +229,18 @@ def from_hub(source: str, key: str = KEY) -> Weights:
     """Return the weights of a repository of the Hugging Face Hub, `hf:NAME`. Raises UserError when there are none."""
     repository = source.removeprefix(HF)
     file = hub.fetch(repository, given=f"{key}={source}")
-    return from_tensors(source, load_tensors(file, key), key)._replace(pixels=hub_pixels(repository))
+    found = from_tensors(source, load_tensors(file, key), key)
+    return found._replace(pixels=hub_pixels(repository), heads=hub_heads(repository))
+
+
+def hub_heads(repository: str) -> dict[str, int]:
+    """Return the number of attention heads of each block that the config.json of a ViT of transformers states."""
+    try:
+        stated = json.loads(hub.fetch(repository, ["config.json"], given=repository).read_text())
+        blocks = [f"blocks.{n}.attn" for n in range(min(stated["num_hidden_layers"], 1000))]
+        return dict.fromkeys(blocks, int(stated["num_attention_heads"]))
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # no such file, or nothing about heads in it
 
 
 def hub_pixels(repository: str) -> Pixels | None:

@@ -27,7 +27,7 @@ def build(folder: Path) -> torch.nn.Module:
     if "timm" in description:
         options = {"num_classes": 0, "checkpoint_path": str(weights)} | description["options"]
         return timm.create_model(description["timm"], **options).eval()
-    import eagleray  # imported only for backbones that timm cannot build
+    import eagleray  # imported only for backbones that timm lacks, or resizes in another way
 
     return eagleray.load(weights).eval()
 

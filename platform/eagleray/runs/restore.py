@@ -113,6 +113,8 @@ def _are_weights(images: Any, weights: Any) -> bool:
 
 def _load(file: Path) -> Any:
     """Return the content of a checkpoint file. Raises UserError when it is missing, damaged or no checkpoint."""
+    if export_in(file):
+        raise UserError(f"{file}: an export; expected a run or a checkpoint")
     if file.with_suffix(".json").exists() and not checkpoint.intact(file):
         raise UserError(f"{file}: damaged: the checkpoint does not match its manifest")
     with explained(f"{file}: not a checkpoint written by eagleray", Exception):  # torch reports damage in many ways
