@@ -40,6 +40,7 @@ from eagleray.models.pixels import Pixels
 from eagleray.protocols.catalogue import Knn
 from eagleray.protocols.features import (
     LabelledFeatures,
+    block_vector,
     check_kind,
     extract_features,
     extract_pooled,
@@ -130,6 +131,23 @@ def test_the_last_blocks_end_with_the_pooled_vector(name: str):
             torch.testing.assert_close(found["last4"], torch.cat([prefix[:, 0] for _, prefix in last], 1))
         else:  # two blocks of each of the last two stages
             assert found["last4"].shape[1] == 2 * sum(backbone.dims("stages")[-2:])
+
+
+@pytest.mark.parametrize("registers", [1, 4])
+def test_registers_are_neither_class_tokens_nor_patches(registers: int):
+    torch.manual_seed(0)
+    mean = {"class_token": False, "global_pool": "avg", "fc_norm": False, "reg_tokens": registers}
+    backbone = Backbone("vit_tiny_patch16_224", options=DEEP["vit_tiny_patch16_224"] | mean).eval()
+    with torch.no_grad():
+        found = read_kinds(backbone, torch.randn(3, 3, 32, 32), ["pooled", "last4"])
+    torch.testing.assert_close(found["last4"][:, -backbone.dim :], found["pooled"])
+
+
+def test_blocks_before_the_class_token_give_the_mean_of_their_patches():
+    """CaiT, XCiT and ConViT add it after some blocks, whose first token is a patch."""
+    model, x = SimpleNamespace(num_features=0, num_prefix_tokens=1, cls_token=1), torch.randn(2, 17, 8)
+    assert torch.equal(block_vector(model, x), x[:, 0])
+    assert torch.equal(block_vector(model, x[:, 1:]), x[:, 1:].mean(1))
 
 
 def test_a_backbone_with_too_few_blocks():
@@ -507,6 +525,14 @@ def test_shares_are_put_together_in_order():
     rows = [torch.from_numpy(p.samples) for p in parts]
     done = [(p.number, {"pooled": LabelledFeatures(r.float()[:, None], r)}) for p, r in zip(parts, rows, strict=True)]
     assert join_shares([done[2], done[0], done[1]])["pooled"].y.tolist() == samples.tolist()
+
+
+def test_ranks_compute_in_the_format_of_their_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Such as float16 on a V100 or a T4, which have no bfloat16: kNN and the probes were refused there."""
+    monkeypatch.setattr(extraction, "format_name", lambda device: "float16")
+    task = Task(Inputs("", "", gpus=True), "", np.arange(1), CROP)
+    assert task.precision(torch.device("cuda")) == "float16"
+    assert task.precision(torch.device("cpu")) == "bfloat16", "of Ray tasks, whose GPUs this process does not see"
 
 
 def test_every_protocol_can_be_listed_and_run():

@@ -20,7 +20,7 @@ from eagleray.models.backbone import Backbone
 from eagleray.protocols import crop_training, fine_tuning
 from eagleray.protocols.catalogue import LinearAugmented
 from eagleray.protocols.crop_training import AugmentedBatches
-from eagleray.protocols.features import extract_pooled
+from eagleray.protocols.features import LabelledFeatures, extract_features, extract_pooled
 from eagleray.protocols.linear import linear
 from eagleray.protocols.linear_augmented import linear_augmented
 from eagleray.protocols.outcome import Outcome
@@ -219,6 +219,14 @@ def test_few_classes_have_no_top_5(tmp_path: Path):
     outcome = probe(tmp_path, tmp_path / "out", {"epochs": 1, "batch": 20})
     assert {name.partition("/")[2] for name in outcome.numbers} == {"top1", "best", "best_epoch", "lr"}
     assert "no top-5 accuracy: 4 classes" in outcome.settings["notes"]
+
+
+def test_test_images_that_do_not_decode_are_not_counted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def without_the_first(*args: Any, **keys: Any) -> dict[str, LabelledFeatures]:
+        return {kind: LabelledFeatures(f.x[1:], f.y[1:]) for kind, f in extract_features(*args, **keys).items()}
+
+    monkeypatch.setattr(crop_training, "extract_features", without_the_first)
+    assert probe(folder, tmp_path, {"epochs": 1}).settings["test_images"] == TEST - 1
 
 
 def test_wrong_settings_are_refused(folder: Path, tmp_path: Path):

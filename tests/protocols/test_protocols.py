@@ -17,12 +17,14 @@ from eagleray.protocols.features import (
     Extracted,
     FrozenFeatures,
     LabelledFeatures,
+    SuiteFeatures,
     extract_pooled,
     labelled_samples,
     subset,
 )
 from eagleray.protocols.knn import knn
 from eagleray.protocols.linear import Split, linear
+from eagleray.protocols.needs import Features, Suite
 from eagleray.protocols.outcome import Outcome
 from eagleray.protocols.probes import RECORDED, ProbeSets, evaluate, renumber
 from eagleray.protocols.protocol import FeatureProtocol, Listed, Workspace, as_option
@@ -113,6 +115,8 @@ def test_features_do_not_depend_on_the_batch_and_keep_their_labels(shards: Path)
     torch.testing.assert_close(whole.x[7:9], few.x)
     assert whole.y.tolist() == index.label.tolist()
     assert backbone.training
+    head = torch.nn.Linear(whole.x.shape[1], 2)  # a plug-in's protocol may train on all features at once
+    head(whole.x).sum().backward()
 
 
 def test_the_papers_settings_are_described_alike():
@@ -148,6 +152,10 @@ def test_a_protocol_is_a_class_and_a_line(tmp_path: Path):
     sets = Extracted(*(clusters(10, spread=0.1, seed=seed) for seed in (0, 1)), (10, 10))
     outcome = Centroid(**settings).run(Backbone("resnet10t"), FrozenFeatures(lambda: sets), Workspace(tmp_path))
     assert (outcome.numbers, outcome.settings) == ({"centroid/images": 10}, {"normalise": False})
+    kept = Features("pooled", 16, 16).settings(FrozenFeatures(lambda: sets), settings, {})
+    assert kept["normalise"] is False, "reports tell results of other settings apart by them"
+    assert kept["train_images"] == 10
+    assert Suite("pooled", 16, 16).settings(SuiteFeatures("", lambda _: sets.test), {"seed": 1}, {})["seed"] == 1
 
 
 def test_a_setting_of_a_class_without_a_default_has_to_be_given():

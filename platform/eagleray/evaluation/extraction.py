@@ -12,6 +12,7 @@ from eagleray.base import devices
 from eagleray.base.errors import UserError
 from eagleray.base.progress import progress_bar
 from eagleray.cluster.ray_map import ray_map
+from eagleray.config.types import Format
 from eagleray.data.digests import data_digest
 from eagleray.data.index import Index, open_index
 from eagleray.engine import world
@@ -55,8 +56,8 @@ class Task:
             yield replace(self, samples=samples, kinds=tuple(wanted), number=number)
 
     def precision(self, here: torch.device) -> str:
-        """Return the number format of the extraction: bfloat16 on workers with GPUs, else that of the device `here`."""
-        return "bfloat16" if self.inputs.gpus else format_name(here)
+        """Return the number format: bfloat16 for Ray tasks with GPUs, else that of the device `here`."""
+        return "bfloat16" if self.inputs.gpus and not devices.is_accelerator(here) else format_name(here)
 
 
 Share = tuple[int, dict[str, LabelledFeatures]]
@@ -123,18 +124,18 @@ def own_features(index: Index, task: Task, note: Callable[[str], None]) -> dict[
 
     def make(missing: Sequence[str]) -> dict[str, LabelledFeatures]:
         note(f"{len(task.samples)} images through {task.inputs.backbone}: {', '.join(missing)} features")
-        return _extract(replace(task, kinds=missing), index)
+        return _extract(replace(task, kinds=missing), index, "auto")
 
-    data, how = data_digest(index, own_samples(task.samples)), task.key(devices.CPU)
+    data, how = data_digest(index, own_samples(task.samples)), task.key(world.device_of(task.inputs.gpus))
     return feature_cache.cached(task.inputs.digest, data, task.kinds, how=how, make=make, note=note)
 
 
 def share(task: Task) -> Share:
     """In a Ray task, return the index of its share of the images, and the features of the share by type."""
-    return task.number, _extract(task, task.open())
+    return task.number, _extract(task, task.open(), "bf16" if task.inputs.gpus else "auto")
 
 
-def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
+def _extract(task: Task, index: Index, precision: Format) -> dict[str, LabelledFeatures]:
     """Extract the features of the task's images on this worker. If there are several ranks, only this rank's share."""
     inputs = task.inputs
     return extract_features(
@@ -144,7 +145,7 @@ def _extract(task: Task, index: Index) -> dict[str, LabelledFeatures]:
         size=task.how.size,
         resize=task.how.resize,
         kinds=task.kinds,
-        precision="bf16" if inputs.gpus else "auto",
+        precision=precision,
         bank=inputs.bank,
         reading=Reading.beside(world.device_of(inputs.gpus)),
     )

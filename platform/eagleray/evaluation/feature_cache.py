@@ -13,7 +13,7 @@ from eagleray.base.files import cache_folder, durable_path
 from eagleray.protocols.digests import digest
 from eagleray.protocols.features import LabelledFeatures
 
-FORMAT = 1  # version, to be increased when files or the extraction of features change
+FORMAT = 2  # version, to be increased when files or the extraction of features change
 
 
 def folder() -> Path:

@@ -183,7 +183,7 @@ def extract_features(
     y = torch.empty(len(mine), dtype=torch.long)
     done = 0
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode, whose tensors no protocol of a plug-in could train on
     def extract() -> None:
         nonlocal done
         for rows, values in embedded(backbone, index, mine, size, resize, kinds, precision, reading):
@@ -337,13 +337,16 @@ def block_vector(model: Any, tokens: Tensor) -> Tensor:
         tokens = (tokens.permute(0, 2, 3, 1) if nchw else tokens).flatten(1, 2)
     if tokens.shape[2] == model.num_features:  # the width of the last stage: as in EsViT, only its tokens are normed
         tokens = getattr(model, "norm", nn.Identity())(tokens)
-    return tokens[:, 0] if has_class_token(model, tokens) else tokens.mean(1)
+    first = prefix_tokens(model, tokens)
+    if first and getattr(model, "cls_token", True) is not None:  # ViL's stages have their global token instead
+        return tokens[:, 0]
+    return tokens[:, first:].mean(1)
 
 
-def has_class_token(model: Any, tokens: Tensor) -> bool:
-    """Return whether the first of the tokens (B, N, C) stands for the whole image instead of a patch.
+def prefix_tokens(model: Any, tokens: Tensor) -> int:
+    """Return how many of the tokens (B, N, C) of a block come before the patches, which form a square.
 
-    This is so for a class token and for the global token in a stage of ViL, where the N - 1 patches form a square."""
-    if getattr(model, "cls_token", None) is not None:
-        return True
-    return int(tokens.shape[1] ** 0.5) ** 2 == tokens.shape[1] - 1
+    They are a class token and registers, or a global token of ViL. CaiT and XCiT add their class token later."""
+    known: int = getattr(model, "num_prefix_tokens", 1)
+    patches = tokens.shape[1] - known
+    return known if int(max(patches, 0) ** 0.5) ** 2 == patches else 0

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
@@ -72,6 +73,7 @@ def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmen
         seed=seed,
     ).to(device)
     name = f"linear_augmented-{digest(details, sets.digest, weights_digest(backbone, workspace.backbone))[:8]}"
+    details["test_images"] = sum(dist.gather_objects(len(test.y)))  # those that decode
     fine_tune(
         "linear_augmented",
         net,

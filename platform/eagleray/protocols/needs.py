@@ -162,7 +162,8 @@ class Features(Extraction, Need["FrozenFeatures"]):
         return data.digest
 
     def settings(self, data: "FrozenFeatures", asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        return {**measured, **self.recorded(data.bank), "train_images": data.images[0], "test_images": data.images[1]}
+        found = {**measured, **self.recorded(data.bank), "train_images": data.images[0], "test_images": data.images[1]}
+        return {**found, **asked, **found}  # what was only asked for comes last
 
 
 @dataclass(frozen=True)
@@ -178,4 +179,6 @@ class Suite(Extraction, Need["SuiteFeatures"]):
         return data.digest
 
     def settings(self, data: "SuiteFeatures", asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.recorded(data.bank), **measured}
+        found = {**self.recorded(data.bank), **measured}
+        own = {name: value for name, value in asked.items() if name != "reference"}  # which changes no score
+        return {**found, **own, **found}
