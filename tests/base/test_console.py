@@ -6,7 +6,7 @@ import signal
 import pytest
 from rich.table import Table
 
-from eagleray.base.console import SafeConsole, print_error, stop_on_signal
+from eagleray.base.console import SafeConsole, out, print_error, stop_on_signal
 
 NAME = "\x1b]0;PWNED\x07 \x9b31m \u202egnp.exe"
 SHOWN = r"\x1b]0;PWNED\x07 \x9b31m \u202egnp.exe"
@@ -37,3 +37,18 @@ def test_a_stop_is_asked_and_told_once_and_a_second_ctrl_c_ends_at_once(capsys: 
             signal.raise_signal(signal.SIGINT)
     assert asked == [True]
     assert capsys.readouterr().out.count("stopping") == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), OSError(5, "Input/output error")])
+def test_a_stop_ends_nothing_though_it_cannot_be_told(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich exits when the reader of a pipe is gone, as `| tee` after Ctrl-C; a closed terminal is an error."""
+
+    def gone(line: str) -> None:
+        raise error
+
+    asked: list[bool] = []
+    monkeypatch.setattr(out, "print", gone)
+    with stop_on_signal(lambda: asked.append(True), "stopping"):
+        signal.raise_signal(signal.SIGINT)
+        asked.append(False)  # the run goes on until it has saved
+    assert asked == [True, False]

@@ -187,6 +187,9 @@ def test_a_sweep_travels_with_the_plugins_that_its_recipes_list(
         (["evaluate", "--k", "10", "s3://b/a", "--workers", "4"], "--k: expected the backbone before all options"),
         (["evaluate", "s3://b/a", "knn", "--workers", "4"], "knn: expected --SETTING VALUE after the backbone"),
         (["evaluate", "hf:timm/vit_tiny", "--workers", "4"], "--out is missing"),
+        (["evaluate", "s3://b/a.pth", "--architecture", "vit_tiny_patch16_224", "--workers", "4"], "--out is missing"),
+        (["evaluate", "s3://b/a/export/backbone.safetensors", "--workers", "4"], "--out is missing"),
+        (["evaluate", "s3://b/a/export/", "--workers", "4"], "--out is missing"),
         (["prepare", "folder", "photos", "s3://b/out"], "FROM=photos: a relative path"),
         (
             ["prepare", "webdataset", "s3://b/in", "s3://b/out", "--where", "a > 1", "--columns", "a.csv"],

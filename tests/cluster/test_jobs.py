@@ -22,6 +22,7 @@ from helpers.processes import wait_for
 from eagleray.base.errors import Outage
 from eagleray.cli import main
 from eagleray.cluster import job_package, jobs
+from eagleray.config import bundled
 from eagleray.runs import recipe
 
 TOKEN = "test-0123456789abcdef"
@@ -113,7 +114,10 @@ def test_only_the_package_and_the_recipe_travel(
     names = {n for n in files.namelist() if not n.endswith("/")}
     assert {n.partition("/")[0] for n in names} == {"eagleray", "recipe.yaml"}
     assert {"eagleray/cli/main.py", "eagleray/cluster/jobs.py"} <= names
-    assert not [n for n in names if "__pycache__" in n or "_bundled" in n]
+    assert not [n for n in names if "__pycache__" in n]
+    place = "pipelines/detection"  # where an evaluation on the cluster finds its schedule
+    schedules = {f"eagleray/_bundled/{place}/{path.name}" for path in bundled.folder(place).iterdir()}
+    assert {n for n in names if "_bundled" in n} == schedules > set()
     tree = yaml.safe_load(files.read("recipe.yaml"))
     assert (tree["seed"], tree["optim"]["epochs"], tree["workers"], "base" in tree) == (7, 3, 2, False)
     (tmp_path / "sent.yaml").write_bytes(files.read("recipe.yaml"))
@@ -222,6 +226,11 @@ def test_addresses(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: py
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
     monkeypatch.setenv("RAY_ADDRESS", head.address)
     assert eagleray("jobs").code == 0
+
+
+def test_an_address_counts_for_its_own_call_alone(head: FakeHead):
+    jobs.Cluster(head.address).size()
+    assert os.environ["RAY_API_SERVER_ADDRESS"] == ""
 
 
 def test_no_head_there(head: FakeHead, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
@@ -482,7 +491,7 @@ def test_a_run_is_submitted_though_the_head_goes_away_then(
     head: FakeHead, small: Path, eagleray: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ):
     told = head.reply
-    away = lambda path: path == "/api/jobs/" and bool(head.jobs)  # noqa: E731
+    away = lambda path: path in ("/api/jobs/", "/api/version") and bool(head.jobs)  # noqa: E731
     monkeypatch.setattr(head, "reply", lambda v, p, b: (503, "away") if v == "GET" and away(p) else told(v, p, b))
     worker = {"node_id": "a", "node_ip": "1", "node_name": "1", "is_head_node": True, "state": "ALIVE", "labels": {}}
     head.nodes = [worker | {"state_message": "", "resources_total": {"memory": float(jobs.MEMORY)}}]

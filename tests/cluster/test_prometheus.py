@@ -48,6 +48,8 @@ def test_the_dashboard_is_in_order(dashboard: dict[str, Any]):
     assert {v["name"] for v in dashboard["templating"]["list"]} == {"datasource", "user", "run"}
     assert all(p["datasource"]["uid"] == "${datasource}" for p in panels if p["type"] != "row")
     assert len({p["id"] for p in panels}) == len({p["title"] for p in panels}) == len(panels)
+    [memory] = [p for p in panels if "ray_node_gram_used" in json.dumps(p)]
+    assert memory["fieldConfig"]["defaults"]["unit"] == "mbytes", "MiB, in which Ray counts it"
     for p in panels:
         assert 0 <= p["gridPos"]["x"] < p["gridPos"]["x"] + p["gridPos"]["w"] <= 24
         assert len({t["refId"] for t in p.get("targets", [])}) == len(p.get("targets", []))

@@ -135,7 +135,7 @@ def test_only_the_requests_of_submitted_runs_that_nobody_continues_are_taken_bac
         labels = {"eagleray": "pretrain", "out": out} if out else {}
         return SimpleNamespace(metadata=labels, status=status, end_time=ended and 1000 * ended, entrypoint=words)
 
-    known = [job(out, "FAILED", now - 9) for out in ("s3://b/dead", "s3://b/sent-again", "s3://b/here", "")]
+    known = [job(out, "FAILED", now - 9) for out in ("s3://b/dead/", "s3://b/sent-again/", "s3://b/here", "")]
     known += [job("s3://b/sent-again", "PENDING"), job("", "RUNNING", words="eagleray pretrain x out=s3://b/here")]
     known += [job("s3://b/long-ago", "FAILED", now - 999)]
     taken = list[str]()

@@ -121,6 +121,15 @@ def test_a_request_to_stop_is_heard_at_once_and_written_when_that_is_possible(
     assert refused() == 1
 
 
+def test_the_limit_of_hours_stops_a_run_before_it_is_told(tmp_path: Path):
+    """It may be impossible to tell, as on a terminal that was closed."""
+    request, asked = StopRequest(str(tmp_path), "mine"), list[bool]()
+    with request.after(0, lambda line: asked.append(request.event.is_set())):
+        wait(lambda: asked)
+    request.close()
+    assert asked == [True]
+
+
 def wait(true: Any) -> None:
     end = time.monotonic() + 60
     while not true() and time.monotonic() < end:

@@ -104,7 +104,8 @@ def _evaluate(arguments: Sequence[str], options: Options, plugins: Plugins) -> J
     stored = not (backbone.startswith("untrained:") or is_public(absolute(backbone)))
     if stored:
         check_place("backbone", backbone)
-    out = str(options.get("out") or (backbone if stored else ""))
+    run = stored and not (options.get("architecture") or backbone.rstrip("/").endswith((".safetensors", "/export")))
+    out = str(options.get("out") or (backbone if run else ""))  # others' results would go with the job's own folder
     if not out:
         raise UserError(f"{backbone}: --out is missing; expected the folder for its results, {job_package.SHARED[9:]}")
     if not options.get("workers"):

@@ -68,7 +68,7 @@ def submit(
     cluster = cluster_jobs.Cluster(address)
     for line in [*stays, *(f"sent with it: {k}={v}" for k, v in variables.items())]:
         say(line)
-    return job(cluster_jobs.submit(cluster, package, variables, say, join=join), address=address)
+    return _job(cluster, cluster.job(cluster_jobs.submit(cluster, package, variables, say, join=join)))
 
 
 def jobs(address: str | None = None) -> list[Job]:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -61,7 +61,8 @@ def stop_on_signal(ask: Callable[[], object], message: str) -> Iterator[None]:
         asked = True
         ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        out.print(f"{message}; Ctrl-C once more ends at once")
+        with suppress(SystemExit, OSError):  # Ctrl-C has ended `| tee` too, on which Rich would exit before the save
+            out.print(f"{message}; Ctrl-C once more ends at once")
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -13,6 +13,7 @@ import eagleray
 from eagleray import config
 from eagleray.base.errors import UserError, has_secrets, hide_secrets
 from eagleray.base.user import user
+from eagleray.config import bundled
 from eagleray.config import plugins as loading
 from eagleray.runs import layout
 from eagleray.runs import recipe as recipes
@@ -71,6 +72,8 @@ class JobPackage:
         """Write the package into an empty folder."""
         skipped = shutil.ignore_patterns("__pycache__", "_bundled")  # a resolved recipe needs no shipped one
         shutil.copytree(Path(eagleray.__file__).parent, folder / "eagleray", ignore=skipped)
+        detectors = f"pipelines/{bundled.SCHEDULES}"  # the protocol `detection` reads one of these by its name
+        shutil.copytree(bundled.folder(detectors), folder / "eagleray" / "_bundled" / detectors)
         for name, text in self.files.items():
             (folder / name).write_text(text)
         for place, sources in self.plugins.items():

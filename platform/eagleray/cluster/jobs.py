@@ -140,7 +140,6 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         """Connect to the head at `locate(address)`. Raises UserError without an address, or when no head answers."""
         self.address = locate(address)
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # otherwise Ray's client would prefer RAY_ADDRESS
         if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         try:
@@ -190,7 +189,7 @@ class Cluster:
     def submit(self, name: str, package: "JobPackage", variables: dict[str, str], memory: int) -> None:
         """Submit a package as the job `name` with the environment `variables`. Ray starts it as soon as `memory` bytes
         of the head are not reserved. Raises Silent without an answer, and when another job has the name."""
-        with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray():
+        with tempfile.TemporaryDirectory() as folder, self._asked(), _through_ray(self.address):
             package.write(Path(folder))
             variables = variables | STOP | {NAME: package.labels["user"]}
             runtime = {"working_dir": folder, "env_vars": variables}
@@ -215,7 +214,7 @@ class Cluster:
 
         alive: Any = [("state", "=", "ALIVE")]
         try:
-            with self._asked(), _through_ray():
+            with self._asked(), _through_ray(self.address):
                 # Nodes that have died are missing in Ray's answer, for which it would raise an error.
                 nodes = list_nodes(
                     self.address, alive, limit=10_000, timeout=TIMEOUTS[1], raise_on_missing_output=False
@@ -244,16 +243,20 @@ class Cluster:
 
 
 @contextmanager
-def _through_ray() -> Iterator[None]:
-    """A context that turns the errors of Ray's client into the errors that `ask` raises."""
+def _through_ray(address: str) -> Iterator[None]:
+    """A context in which Ray's client asks the head at `address`, and its errors become those that `ask` raises."""
     from ray.exceptions import AuthenticationError, RayError
 
+    before = os.environ.get("RAY_API_SERVER_ADDRESS", "")
+    os.environ["RAY_API_SERVER_ADDRESS"] = address  # otherwise Ray's client would prefer RAY_ADDRESS
     try:
         yield
     except AuthenticationError as e:
         raise TokenRefused(missing=not str(e).startswith("Authentication failed")) from None
     except RayError as e:
         raise RuntimeError(str(e)) from None
+    finally:
+        os.environ["RAY_API_SERVER_ADDRESS"] = before
 
 
 def _queue(known: Sequence[Job]) -> str:

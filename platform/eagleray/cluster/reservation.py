@@ -54,7 +54,7 @@ class Reservation:
             return  # Ray drops the requests after KEPT seconds
         running = [job for job in known if job.status in ("PENDING", "RUNNING")]
         for job in known:
-            out, ended = (job.metadata or {}).get("out", ""), (job.end_time or 0) / 1000
+            out, ended = (job.metadata or {}).get("out", "").rstrip("/"), (job.end_time or 0) / 1000
             if not out or job in running or time.time() - ended > KEPT:
                 continue
             # A run without metadata was not submitted as a job. Its command usually contains the path or URL of `out`.

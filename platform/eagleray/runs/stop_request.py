@@ -39,8 +39,8 @@ class StopRequest(Background):
         def ask() -> None:
             if not self.event.is_set():
                 self.time_over = True
-                say(f"the {hours:g} hours of --max-hours are over: stopping after this step")
                 self.ask()
+                say(f"the {hours:g} hours of --max-hours are over: stopping after this step")
 
         timer = threading.Timer(min(3600 * (hours or 0), threading.TIMEOUT_MAX), ask)
         timer.daemon = True
