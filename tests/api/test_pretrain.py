@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -88,6 +89,8 @@ def test_a_value_arrives_as_it_was_given(value: Any):
 def test_overrides_of_other_kinds(tmp_path: Path):
     assert overrides_of(["a=1"], out=tmp_path, workers=None) == ["a=1", f"out={tmp_path}"]
     assert overrides_of({"a": torch.tensor(2.0)}) == ["a=2.0"]
+    numbers = {"a": np.float64(0.1), "b": [np.int64(2), np.bool_(True)], "c": np.array([0.5, 1.0]), "d": np.str_("x")}
+    assert overrides_of(numbers) == ["a=0.1", "b=[2, true]", "c=[0.5, 1.0]", "d=x"]
     with pytest.raises(eagleray.UserError, match="expected a mapping such as"):
         overrides_of("optim.batch=3")
     with pytest.raises(eagleray.UserError, match="expected text, a number"):
@@ -120,6 +123,14 @@ def test_a_run_its_checkpoint_and_its_export_are_one_backbone(run: eagleray.Run,
             assert torch.allclose(backbone(x).pooled, want, atol=1e-5), source
     with pytest.raises(eagleray.UserError, match=r"none\.pt: no such run, checkpoint or file"):
         eagleray.load(tmp_path / "none.pt")
+
+
+def test_a_backbone_is_loaded_without_a_change_of_the_callers_seed(run: eagleray.Run):
+    before = torch.manual_seed(7).get_state()
+    eagleray.load(run)
+    assert torch.equal(torch.get_rng_state(), before)
+    run.backbone()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_export_of_a_run_says_what_it_was_made_from(run: eagleray.Run):

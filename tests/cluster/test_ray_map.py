@@ -12,6 +12,7 @@ from eagleray.base.errors import UserError
 from eagleray.cluster import ray_map as mapping
 from eagleray.cluster import waiting
 from eagleray.cluster.ray_map import TaskWaiting, gpu_share, ray_map
+from eagleray.cluster.session import session
 
 
 def ray_of(*nodes: dict[str, float]) -> Any:
@@ -20,6 +21,14 @@ def ray_of(*nodes: dict[str, float]) -> Any:
     return SimpleNamespace(
         nodes=lambda: up, cluster_resources=lambda: {"CPU": 4.0}, available_resources=lambda: {"CPU": 3.0}, up=up
     )
+
+
+def test_a_connection_of_the_caller_is_used_and_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(f"ray.{name}", lambda **_: pytest.fail("it is the caller's"))
+    with session(cpus=1) as ray:
+        assert ray.is_initialized()
 
 
 def test_a_task_with_a_gpu_has_its_share_of_the_cpus_on_every_machine():

@@ -1,5 +1,6 @@
 """What `eagleray evaluate` passes to a protocol."""
 
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 import torch
 from helpers.annotated import masks
 
+from eagleray.api.evaluate import Refused, Scores
 from eagleray.base.errors import UserError
 from eagleray.config import plugins
 from eagleray.evaluation import data, results
-from eagleray.evaluation.evaluate import Request, evaluate
+from eagleray.evaluation.evaluate import Report, Request, evaluate
 from eagleray.evaluation.extraction import Task
 from eagleray.evaluation.results import NOT_RUN, Result, picture_folder
 from eagleray.protocols import fine_tuning
@@ -97,6 +99,14 @@ def test_evaluations_at_the_same_time_draw_into_folders_of_their_own(tmp_path: P
         assert [one, other] == [first, second]
     with picture_folder(str(tmp_path), new(2)) as one:
         assert one == first, "neither has left a result"
+
+
+def test_scores_come_whole_from_another_process_whatever_their_names():
+    known = {"backbone": "a", "untrained": False, "backbone_digest": "", "architecture": "", "data": {}}
+    numbers = {"sketch/images": 3, "mean": 0.5, "variance": 2.0}
+    report = Report([Result("sketch", **known, **(NOT_RUN | {"numbers": numbers}))])  # type: ignore[arg-type]
+    error = pickle.loads(pickle.dumps(Refused(["one", "two"], Scores(report))))
+    assert (str(error), error.scores) == ("one; two", {"sketch/images": 3, "sketch/mean": 0.5, "sketch/variance": 2.0})
 
 
 def test_features_that_are_not_finite_are_refused(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

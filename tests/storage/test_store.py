@@ -143,6 +143,12 @@ def test_absolute_leaves_other_schemes_alone(monkeypatch: pytest.MonkeyPatch, tm
     assert absolute(f"file://{tmp_path}/./a/") == f"{tmp_path}/a"
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/a", "https://host/a", "file:///a"])
+def test_a_url_that_was_made_a_path_is_no_folder(url: str) -> None:
+    with pytest.raises(UserError, match=r":/.*: expected a URL with two slashes, as text"):
+        absolute(str(Path(url)))
+
+
 def test_reads_are_exact(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))

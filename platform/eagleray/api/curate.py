@@ -55,7 +55,7 @@ def curate(
     check_gpus(gpus, workers)
     check_backbone(os.fspath(backbone))
     check_data(url)
-    from eagleray.reports.data_map import check_page, data_map, left_out
+    from eagleray.reports.page import check_page
 
     check_page("out: ", folder / f"{NAME}.html", url)
     with reworded(("out=FOLDER names another place", "delete it to begin again"), ("out: missing", f"data={url}")):
@@ -65,6 +65,7 @@ def curate(
     from eagleray.curation.cuts import column, find_cuts
     from eagleray.data.sample_table import SampleTable, read_about
     from eagleray.evaluation.embeddings import open_embedding
+    from eagleray.reports.data_map import data_map, left_out
 
     index = open_shown(url, note=say)
     about = read_about(clusters)

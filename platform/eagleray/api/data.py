@@ -9,6 +9,7 @@ from typing import Any
 from eagleray.api.run import Run
 from eagleray.base.console import say
 from eagleray.base.errors import UserError
+from eagleray.base.numbers_given import whole
 from eagleray.base.progress import PhaseProgress, counting, progress_bar
 from eagleray.cluster.ray_map import ray_map, scanner
 from eagleray.config import plugins as loading
@@ -45,7 +46,7 @@ def index(
         [folder] = eagleray.index("shards/")
         folder["images"], folder["bad"]
     """
-    urls = [str(data)] if isinstance(data, str | Path) else list(data)
+    urls = [str(url) for url in ([data] if isinstance(data, str | Path) else data)]
     sources = [Source(url=url, image=image, label=label) for url in urls]
 
     with counting("indexing", "files") as tick:
@@ -98,6 +99,7 @@ def prepare(
         card["images"]
     """
     loading.use(plugins)
+    workers = workers and whole("workers", workers, 0)
     options = PrepareOptions(
         source=source,
         origin=str(origin),
@@ -151,6 +153,7 @@ def measure(
         pandas.read_parquet(folder)["min_side"].min()
     """
     names = columns.split(",") if isinstance(columns, str) else columns or ()
+    workers = workers and whole("workers", workers, 0)
     with progress_bar("images") as progress:
         task = progress.add_task("measuring", total=None, rate="")
         return measuring.measure(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eagleray.api.run import Run
 from eagleray.base.console import say, say_loading
+from eagleray.base.contexts import kept_generators
 from eagleray.base.errors import UserError
 from eagleray.base.numbers_given import share, whole
 from eagleray.config import plugins as loading
@@ -13,6 +14,7 @@ from eagleray.evaluation.given import check_backbone, check_data, check_gpus
 from eagleray.storage.store import absolute
 
 
+@kept_generators()
 def embed(
     backbone: str | Path | Run,
     data: str | Path,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagleray.api.run import Run
 from eagleray.base.console import say_loading
+from eagleray.base.contexts import kept_generators
 from eagleray.base.errors import UserError
 from eagleray.cluster.ray_map import await_room
 from eagleray.config import plugins as loading
@@ -26,7 +27,7 @@ class Scores(dict[str, float]):
 
     def __init__(self, report: "Report") -> None:
         asked = [r for r in report.results if r.untrained == report.untrained]  # no results of the untrained baseline
-        super().__init__({f"{r.protocol}/{k.partition('/')[2]}": v for r in asked for k, v in r.numbers.items()})
+        super().__init__({f"{r.protocol}/{k.partition('/')[2] or k}": v for r in asked for k, v in r.numbers.items()})
         self.results, self.out, self._report = report.results, report.folder, report
 
     def table(self, form: str = "markdown") -> str:
@@ -49,7 +50,11 @@ class Refused(UserError):
         super().__init__("; ".join(lines))
         self.scores = scores
 
+    def __reduce__(self) -> Any:  # else pickle would pass the message alone
+        return Refused, ([str(self)], self.scores)
 
+
+@kept_generators()
 def evaluate(
     backbone: str | Path | Run,
     *,

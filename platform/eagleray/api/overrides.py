@@ -16,7 +16,7 @@ def overrides_of(given: Overrides | None, **keys: Any) -> list[str]:
     if isinstance(given, Mapping):
         lines = [f"{key}={text_of(value)}" for key, value in given.items()]
     elif given is None or (isinstance(given, Sequence) and not isinstance(given, str)):
-        lines = list(given or ())
+        lines = [str(line) for line in given or ()]
     else:
         raise UserError(f"{given!r}: expected a mapping such as {{'optim.batch': 256}}")
     return lines + [f"{key}={text_of(value)}" for key, value in keys.items() if value is not None]
@@ -34,8 +34,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, PurePath):
         return str(value)
+    if hasattr(value, "tolist"):  # of NumPy, whose float64 is a float too, of pandas or PyTorch
+        return _plain(value.tolist())
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if hasattr(value, "item"):  # a scalar of NumPy or PyTorch
-        return value.item()
     raise UserError(f"{value!r}: expected text, a number, a path, or lists and mappings of them")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagleray.base.contexts import kept_generators
 from eagleray.base.errors import UserError, hide_secrets
 from eagleray.base.files import read_history
 from eagleray.config import yaml_text
@@ -85,6 +86,7 @@ class Run:
         """Return the health problems that the run has found, as in health.jsonl. Each has a step, a kind and a text."""
         return read_history(self.folder / layout.HEALTH)
 
+    @kept_generators()
     def backbone(self) -> "Backbone":
         """Return the backbone of the newest intact checkpoint, in evaluation mode on the CPU. Raises UserError.
 

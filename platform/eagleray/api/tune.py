@@ -7,6 +7,7 @@ from typing import Any
 
 from eagleray.api.overrides import Overrides, overrides_of
 from eagleray.base.errors import UserError
+from eagleray.base.numbers_given import whole
 from eagleray.sweeps.sweep import load
 
 
@@ -39,7 +40,8 @@ def tune(
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("tune: needs the package ray, which is not installed")
+    most = None if max_concurrent is None else whole("max_concurrent", max_concurrent, 1)
     chosen = load(str(sweep), overrides_of(overrides, out=out), [str(p) for p in plugins])
     from eagleray.sweeps import run
 
-    return run.tune(chosen, most=max_concurrent, resume=resume)
+    return run.tune(chosen, most=most, resume=resume)

@@ -1,6 +1,7 @@
 """Contexts that undo something: after an error, or at their end."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,3 +25,13 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """A context that restores PyTorch's global generators, which the caller may have seeded if PyTorch is imported."""
+    if (torch := sys.modules.get("torch")) is None:
+        yield
+        return
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        yield

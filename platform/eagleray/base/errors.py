@@ -106,5 +106,5 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the message of an error; without a message, the name of its type."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    """Return the first line of the message of an error, or an empty text if it has none."""
+    return next(iter(str(error).strip().splitlines()), "")

@@ -32,7 +32,10 @@ STORE = 100 * 2**20  # size of a local Ray's object store in bytes, more than ta
 @contextmanager
 def session(*, cpus: int | None = None) -> Iterator[Any]:
     """A context with a connection to Ray: to the cluster at RAY_ADDRESS or, without it, to a local Ray that is started
-    with `cpus` CPUs, by default all. Raises RuntimeError when Ray does not answer."""
+    with `cpus` CPUs, by default all; the caller's own, if any, stays. Raises RuntimeError when Ray does not answer."""
+    if (known := sys.modules.get("ray")) and known.is_initialized():  # `ray.shutdown` would end the caller's actors
+        yield known
+        return
     for key, value in ENVIRONMENT.items():
         if not (joining() and key == "RAY_AUTH_MODE"):  # a cluster decides how to authenticate
             os.environ.setdefault(key, value)

@@ -92,7 +92,7 @@ def _run(table: pa.Table, expression: str, name: str, there: str) -> pa.ChunkedA
         found = within_limits(connection, sql, name)
     except (duckdb.Error, RuntimeError, AttributeError) as e:
         names = f"; there are {there}" if "not found in FROM" in str(e) else ""
-        raise UserError(f"{name}: {first_line(e)}{names}") from None
+        raise UserError(f"{name}: {first_line(e) or type(e).__name__}{names}") from None
     if found.column_names != ["value"] or len(found) != len(table):
         raise UserError(f"{name}: gives {len(found)} values for {len(table)} samples; expected one for each")
     return found["value"]
@@ -138,7 +138,7 @@ def one_expression(connection: Any, expression: str, name: str) -> Any:
         connection.extract_statements(f"SELECT (\n{expression}\n) AS value FROM samples")
         found, plain = (parsed(connection, text) for text in (sql, "SELECT [\n0\n] AS value FROM samples"))
     except duckdb.Error as e:
-        raise UserError(f"{name}: {first_line(e)}") from None
+        raise UserError(f"{name}: {first_line(e) or type(e).__name__}") from None
     elements = _take_elements(found)
     _take_elements(plain)
     if len(elements) != 1 or found != plain:

@@ -1,6 +1,7 @@
 """Check a command's backbone and data before PyTorch is imported to read them."""
 
 from eagleray.base.errors import UserError
+from eagleray.base.numbers_given import whole
 from eagleray.data.index import list_data
 from eagleray.evaluation.results import UNTRAINED
 from eagleray.models import names
@@ -29,6 +30,8 @@ def check_data(url: str) -> None:
 
 
 def check_gpus(gpus: bool, workers: int) -> None:
-    """Raises UserError when `gpus` is true and `workers` is 0, as only Ray tasks are given GPUs."""
+    """Raises UserError when `workers` is negative or no whole number, and when `gpus` is true and `workers` is 0, as
+    only Ray tasks are given GPUs."""
+    workers = workers and whole("workers", workers, 0)
     if gpus and not workers:
         raise UserError("--gpus: is for the Ray tasks of --workers N; without them this process uses its own GPU")

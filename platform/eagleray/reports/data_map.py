@@ -12,7 +12,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagleray.base import files
-from eagleray.base.errors import UserError
 from eagleray.curation.cuts import Cut
 from eagleray.data import sample_table
 from eagleray.data.columns import MEASURED, UNTYPED, samples_where
@@ -22,7 +21,7 @@ from eagleray.data.sample_table import SampleTable, complete_tables
 from eagleray.evaluation.embeddings import beside, read_features
 from eagleray.reports.data_plots import histogram_uri, images_uri, map_uri, principal
 from eagleray.reports.draw_choice import ACROSS, choice_of, images_of, some_of
-from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, footer_text, render
+from eagleray.reports.page import Page, Picture, Pictures, Section, Table, Tile, check_page, footer_text, render
 
 PARTS = 12  # largest number of parts of the tables that are read, evenly spread
 POINTS, ON_MAP = 3000, 150  # largest numbers of points on the map, and of images among them
@@ -69,17 +68,6 @@ class Data:
 def group(pictures: Iterable[Picture | None]) -> Pictures:
     """Return a group of the pictures that are not None."""
     return Pictures([picture for picture in pictures if picture])
-
-
-def check_page(option: str, path: Path, url: str) -> None:
-    """Raises UserError when `path`, the value of `option`, is a file, but not a page about the data at `url`."""
-    from markupsafe import escape
-
-    footer = escape(footer_text(url.rstrip("/")).rpartition(",")[0])
-    own = f"<footer>{footer}".encode(errors="backslashreplace")
-    with files.writing(f"{option}{path}"):
-        if path.exists() and own not in path.read_bytes():
-            raise UserError(f"{option}{path}: is there, and is no page about {url}; give another name")
 
 
 def data_map(

@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from eagleray.base import files
+from eagleray.base.errors import UserError
+
 BUDGET = 3_000_000  # largest size in bytes of all evaluations' pictures together, before base64 adds a third
 LEAST = 20_000  # smallest limit in bytes per picture, however many share BUDGET: less would show nothing
 FORMATS = ("PNG", "JPEG", "WEBP")  # formats that browsers show, and that PIL reads without starting a program
@@ -95,6 +98,17 @@ class Page:
 def footer_text(of: str) -> str:
     """Return the last line of a page: what the page is `of`, and when it was written."""
     return f"{of} - written by eagleray report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def check_page(option: str, path: Path, url: str) -> None:
+    """Raises UserError when `path`, the value of `option`, is a file, but not a page about the data at `url`."""
+    from markupsafe import escape
+
+    footer = escape(footer_text(url.rstrip("/")).rpartition(",")[0])
+    own = f"<footer>{footer}".encode(errors="backslashreplace")
+    with files.writing(f"{option}{path}"):
+        if path.exists() and own not in path.read_bytes():
+            raise UserError(f"{option}{path}: is there, and is no page about {url}; give another name")
 
 
 def render(page: Page) -> str:

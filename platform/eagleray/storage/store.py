@@ -243,7 +243,10 @@ def parent(url: str) -> str:
 
 
 def absolute(url: str) -> str:
-    """Make a local path absolute, as workers have another working folder than the user. Other URLs are not changed."""
+    """Make a local path absolute, as workers have another working folder than the user. Other URLs are not changed.
+    Raises UserError for a URL with one slash after its colon, which would name a folder such as `s3:`."""
+    if re.match(r"(file|s3|gs|az|hf|https?):/(?!/)", url):
+        raise UserError(f"{url}: expected a URL with two slashes, as text: pathlib.Path leaves one of them out")
     return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 
 

@@ -110,9 +110,10 @@ def pairs(folder: Path, images: str, masks: str) -> tuple[Pair, ...]:
     """Pair each image of one folder with the mask of the same name in another. Hidden files are left out.
 
     Raises UserError when there is no image, or an image has no mask."""
-    by_name = {p.stem: p for p in sorted((folder / masks).glob("[!.]*")) if p.suffix.lower() in SUFFIXES}
+    known = {part: sorted(p for p in (folder / part).iterdir() if p.name[0] != ".") for part in (images, masks)}
+    by_name = {p.stem: p for p in known[masks] if p.suffix.lower() in SUFFIXES}
     out = []
-    for image in sorted(p for p in (folder / images).glob("[!.]*") if p.suffix.lower() in SUFFIXES):
+    for image in (p for p in known[images] if p.suffix.lower() in SUFFIXES):
         if image.stem not in by_name:
             raise UserError(f"{image}: no mask in {folder / masks} has the same name")
         out.append(Pair(image, by_name[image.stem]))
