@@ -30,6 +30,7 @@ from helpers.sweeps import (
 )
 
 from eagleray.base.files import read_lines
+from eagleray.engine import checkpoint
 from eagleray.reports.write import report
 from eagleray.runs.tracking import Tracking
 from eagleray.storage import store
@@ -102,6 +103,11 @@ def test_a_sweep_in_a_store_is_killed_twice_and_moves(cluster: Any, mlflow: Serv
     def steps() -> int:
         return sum(r["step"] for r in stored(f"{OUT}/trials.jsonl"))
 
+    def saved() -> bool:
+        """A trial that runs has a checkpoint in the store, so that it can go on from there."""
+        there = [r["id"] for r in stored(f"{OUT}/trials.jsonl") if r["state"] == "running"]
+        return any(checkpoint.manifests(f"{OUT}/trials/{name}/checkpoints") for name in there)
+
     process = drive("one")
     wait_until(lambda: steps() >= 30, process)
     assert running() <= 1, "one node has one CPU"
@@ -109,7 +115,7 @@ def test_a_sweep_in_a_store_is_killed_twice_and_moves(cluster: Any, mlflow: Serv
     wait_until(lambda: running() == 2, process)
     for place in ("two", "one"):
         reached = steps()
-        wait_until(lambda: steps() >= reached + 45 and running() > 0, process)  # noqa: B023
+        wait_until(lambda: steps() >= reached + 45 and saved(), process)  # noqa: B023
         process.kill()
         process.communicate()
         before = {r["id"]: r for r in stored(f"{OUT}/trials.jsonl")}
