@@ -34,7 +34,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, PurePath):
         return str(value)
-    if hasattr(value, "tolist"):  # of NumPy, whose float64 is a float too, of pandas or PyTorch
+    # Values of NumPy, pandas and PyTorch come first, as NumPy's float64 is a float that YAML cannot write.
+    if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if value is None or isinstance(value, str | bool | int | float):
         return value

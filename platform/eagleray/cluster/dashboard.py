@@ -7,6 +7,8 @@ from typing import Any
 
 from eagleray.base.errors import UserError
 
+ADDRESS = "RAY_API_SERVER_ADDRESS"  # the variable that names the dashboard, before RAY_ADDRESS
+
 
 class TokenRefused(Exception):
     """The head requires a token, and none was sent (`missing`) or it does not accept the one that was sent."""
@@ -19,9 +21,7 @@ class TokenRefused(Exception):
 def locate(address: str | None) -> str:
     """Return the dashboard's URL: `address`, or else RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises UserError when there
     is none, or it is not the plain URL of a dashboard."""
-    for name, given in [("--address", address)] + [
-        (n, os.environ.get(n)) for n in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-    ]:
+    for name, given in [("--address", address)] + [(n, os.environ.get(n)) for n in (ADDRESS, "RAY_ADDRESS")]:
         if given and "@" in given:
             raise UserError(
                 f"{name}: contains a user or password; expected the plain address, with "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eagleray.base import console
 from eagleray.base.errors import Outage, UserError
 from eagleray.base.user import NAME
-from eagleray.cluster.dashboard import TokenRefused, ask, locate
+from eagleray.cluster.dashboard import ADDRESS, TokenRefused, ask, locate
 from eagleray.cluster.waiting import SOON
 from eagleray.cluster.waiting import START as WAITING
 from eagleray.config import nearest
@@ -247,8 +247,8 @@ def _through_ray(address: str) -> Iterator[None]:
     """A context in which Ray's client asks the head at `address`, and its errors become those that `ask` raises."""
     from ray.exceptions import AuthenticationError, RayError
 
-    before = os.environ.get("RAY_API_SERVER_ADDRESS", "")
-    os.environ["RAY_API_SERVER_ADDRESS"] = address  # otherwise Ray's client would prefer RAY_ADDRESS
+    before = os.environ.get(ADDRESS)
+    os.environ[ADDRESS] = address  # otherwise Ray's client would prefer RAY_ADDRESS
     try:
         yield
     except AuthenticationError as e:
@@ -256,7 +256,8 @@ def _through_ray(address: str) -> Iterator[None]:
     except RayError as e:
         raise RuntimeError(str(e)) from None
     finally:
-        os.environ["RAY_API_SERVER_ADDRESS"] = before
+        del os.environ[ADDRESS]
+        os.environ |= {} if before is None else {ADDRESS: before}
 
 
 def _queue(known: Sequence[Job]) -> str:

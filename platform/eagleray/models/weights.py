@@ -235,25 +235,33 @@ def from_hub(source: str, key: str = KEY) -> Weights:
 
 def hub_heads(repository: str) -> dict[str, int]:
     """Return the number of attention heads of each block that the config.json of a ViT of transformers states."""
+    stated = hub_states(repository, "config.json")
+    depth, heads = stated.get("num_hidden_layers"), stated.get("num_attention_heads")
+    if not (isinstance(depth, int) and isinstance(heads, int)):  # a Swin has a list of heads
+        return {}
+    return dict.fromkeys((f"blocks.{n}.attn" for n in range(min(depth, 1000))), heads)
+
+
+def hub_states(repository: str, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file beside the weights of a repository of the Hub; {} if it cannot be read."""
     try:
-        stated = json.loads(hub.fetch(repository, ["config.json"], given=repository).read_text())
-        blocks = [f"blocks.{n}.attn" for n in range(min(stated["num_hidden_layers"], 1000))]
-        return dict.fromkeys(blocks, int(stated["num_attention_heads"]))
-    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no such file, or nothing about heads in it
+        found = json.loads(hub.fetch(repository, [name], given=repository).read_text())
+    except (UserError, OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def hub_pixels(repository: str) -> Pixels | None:
     """Return the pixel mean and std that a repository of the Hub states beside its weights; None if it states none."""
     for name, keys in CONFIGS.items():
+        stated = hub_states(repository, name)
         try:
-            stated = json.loads(hub.fetch(repository, [name], given=repository).read_text())
             inside = stated.get("pretrained_cfg", stated)
             if inside.get("do_normalize", True) is False:
                 return Pixels((0.0,) * 3, (1.0,) * 3)
             mean, std = (tuple(float(x) for x in inside[key]) for key in keys)
-        except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # no such file, or nothing about pixels in it
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # nothing about pixels in it
         if len(mean) == len(std) == len(OURS.mean) and min(std) > 0:
             return Pixels(mean, std)
     return None

@@ -112,7 +112,7 @@ def centre_crops(
     all ranks together. Raises UserError when no image decodes."""
     reading = Reading.beside(classes.device)
     x, y = extract_features(backbone, index, samples, size=size, resize=resize, kinds=[kind], reading=reading)[kind]
-    if not sum(dist.gather_objects(len(y))):
+    if not count_images(y):
         raise UserError(f"{index.shards[0].url}: none of the labelled images in this shard and those beside it decodes")
     return LabelledFeatures(x.to(classes.device), torch.searchsorted(classes, y.to(classes.device)))
 
@@ -127,7 +127,12 @@ def top_accuracies(scores: Callable[[Tensor], Tensor], features: LabelledFeature
         z = scores(x)
         hit = z.topk(min(TOP, z.shape[2])).indices == y.view(-1, 1, 1)  # (b, H, 5) whether a guess is right
         hits += torch.stack([hit[..., 0].sum(0), hit.sum((0, 2))], 1)
-    return 100 * dist.total(hits).float() / sum(dist.gather_objects(len(features.y)))
+    return 100 * dist.total(hits).float() / count_images(features.y)
+
+
+def count_images(y: Tensor) -> int:
+    """Return how many images decoded, on all ranks. y (n,) are the classes of this rank's. Called by all ranks."""
+    return sum(dist.gather_objects(len(y)))
 
 
 def without_trivial(numbers: dict[str, float], classes: int, note: Note) -> dict[str, float]:

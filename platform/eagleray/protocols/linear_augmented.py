@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
@@ -25,6 +24,7 @@ from eagleray.protocols.crop_training import (
     centre_crops,
     choose,
     class_numbers,
+    count_images,
     top_accuracies,
     without_trivial,
 )
@@ -73,7 +73,7 @@ def linear_augmented(backbone: Backbone, sets: ProbeSets, settings: LinearAugmen
         seed=seed,
     ).to(device)
     name = f"linear_augmented-{digest(details, sets.digest, weights_digest(backbone, workspace.backbone))[:8]}"
-    details["test_images"] = sum(dist.gather_objects(len(test.y)))  # those that decode
+    details["test_images"] = count_images(test.y)
     fine_tune(
         "linear_augmented",
         net,

@@ -145,6 +145,10 @@ class Extraction:
         settings = {"features": self.kind, "size": self.size, "resize": self.resize, "crops": "centre"}
         return settings | ({} if bank == "fp32" else {"bank": bank})
 
+    def completed(self, found: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that the run has `found`, and behind them those that were only `asked` for."""
+        return found | {name: value for name, value in asked.items() if name not in found}
+
 
 @dataclass(frozen=True)
 class Features(Extraction, Need["FrozenFeatures"]):
@@ -162,8 +166,8 @@ class Features(Extraction, Need["FrozenFeatures"]):
         return data.digest
 
     def settings(self, data: "FrozenFeatures", asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        found = {**measured, **self.recorded(data.bank), "train_images": data.images[0], "test_images": data.images[1]}
-        return {**found, **asked, **found}  # what was only asked for comes last
+        images = {"train_images": data.images[0], "test_images": data.images[1]}
+        return self.completed({**measured, **self.recorded(data.bank), **images}, asked)
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,6 @@ class Suite(Extraction, Need["SuiteFeatures"]):
         return data.digest
 
     def settings(self, data: "SuiteFeatures", asked: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-        found = {**self.recorded(data.bank), **measured}
-        own = {name: value for name, value in asked.items() if name != "reference"}  # which changes no score
-        return {**found, **own, **found}
+        # The reference changes no score, so results with and without it stay comparable.
+        asked = {name: value for name, value in asked.items() if name != "reference"}
+        return self.completed({**self.recorded(data.bank), **measured}, asked)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagleray.base import dist
 from eagleray.config.schedule import Progress
 from eagleray.data.batch import Batch
 from eagleray.models.backbone import Backbone
@@ -22,6 +21,7 @@ from eagleray.protocols.crop_training import (
     centre_crops,
     choose,
     class_numbers,
+    count_images,
     top_accuracies,
     without_trivial,
 )
@@ -69,7 +69,7 @@ def semi_supervised(backbone: Backbone, sets: ProbeSets, settings: SemiSupervise
     test = centre_crops(
         net.backbone, net.classes, sets.test, sets.test_samples, size=size, resize=resize, kind="pooled"
     )
-    details["test_images"] = sum(dist.gather_objects(len(test.y)))  # those that decode
+    details["test_images"] = count_images(test.y)
     [[top1, top5]] = top_accuracies(net.scores, test, 1).tolist()
     found = without_trivial({"top1": top1, "top5": top5}, len(net.classes), note)
     return Outcome({f"semi_supervised/{number}": value for number, value in found.items()}, details)

@@ -100,7 +100,7 @@ class Monitor:
         if self.step % self.every == 0:
             z = [dist.gather(v, rows)[:ROWS] for v in F.normalize(projected, dim=1).split(b)]
             self._look = {f"health/{name}": value for name, value in self.look(step, z).items()}
-            if self.labelled and self.bank.filled >= min(2 * ROWS, len(self.bank.labels)):
+            if self.labelled and self.bank.filled >= enough(len(self.bank.labels)):
                 top1 = self.knn()
                 self._look[MONITOR_KNN] = top1
                 self._look[MONITOR_KNN + "_error"] = (top1 * (100 - top1) / self.queries).sqrt()
@@ -185,6 +185,16 @@ class Monitor:
 def bank_rows(settings: Watch, images: int) -> int:
     """Return how many features the kNN monitor keeps of a training set of `images`."""
     return max(settings.bank or min(images // 10, BANK), ROWS)
+
+
+def enough(rows: int) -> int:
+    """Return how many features a bank of `rows` must hold before the kNN accuracy is measured."""
+    return min(2 * ROWS, rows)
+
+
+def first_knn(settings: Watch, images: int, batch: int) -> int:
+    """Return the step after which the kNN accuracy is first measured."""
+    return settings.every * math.ceil(enough(bank_rows(settings, images)) / (settings.every * batch))
 
 
 class BankRows(NamedTuple):

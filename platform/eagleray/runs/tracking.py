@@ -81,8 +81,9 @@ def reserve(tracking: Tracking, note: Path, name: str = "", inputs: Sequence[Dat
 
 def begin_anew(note: Path) -> None:
     """Let the run whose file `note` this is be a new run on its servers, which never replace a number or a model."""
-    kept = {uri: {k: v for k, v in fields.items() if k in CREATED} for uri, fields in _read(note).items()}
-    anew = {uri: fields | {"key": uuid.uuid4().hex} for uri, fields in kept.items()}
+    anew = _read(note)
+    for uri, fields in anew.items():
+        anew[uri] = {k: v for k, v in fields.items() if k in CREATED} | {"key": uuid.uuid4().hex}
     write_atomic(note, json.dumps(anew))
 
 

@@ -184,12 +184,13 @@ class Stores(dict[str, Store]):
 
 
 STORES = Stores(file=LocalStore())
+SCHEMES = ("file", "http", *Stores.classes)
 
 
 def store(url: str) -> Store:
     """Return the store that a URL belongs to. Raises UserError for a scheme that is not known."""
     scheme = url.partition("://")[0] if "://" in url else "file"
-    if scheme not in ("file", "http", *Stores.classes):
+    if scheme not in SCHEMES:
         known = "plain paths, file://, s3://, gs://, az://, https:// and hf://"
         raise UserError(f"{hide_secrets(url)}: unknown scheme {scheme!r}; known are {known}")
     return STORES[scheme]
@@ -245,7 +246,7 @@ def parent(url: str) -> str:
 def absolute(url: str) -> str:
     """Make a local path absolute, as workers have another working folder than the user. Other URLs are not changed.
     Raises UserError for a URL with one slash after its colon, which would name a folder such as `s3:`."""
-    if re.match(r"(file|s3|gs|az|hf|https?):/(?!/)", url):
+    if re.match(rf"({'|'.join(SCHEMES)}):/(?!/)", url):
         raise UserError(f"{url}: expected a URL with two slashes, as text: pathlib.Path leaves one of them out")
     return url if is_remote(url) else os.path.abspath(os.path.expanduser(local_path(url)))
 

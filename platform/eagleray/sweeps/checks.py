@@ -17,7 +17,7 @@ from eagleray.runs import metrics
 from eagleray.runs.checks import make_plan
 from eagleray.runs.command import environment
 from eagleray.runs.metrics import METRICS
-from eagleray.runs.monitor import ROWS, bank_rows
+from eagleray.runs.monitor import first_knn
 from eagleray.runs.sources import resolve_paths
 from eagleray.sweeps.label_free import LABEL_FREE
 from eagleray.sweeps.sweep import Sweep, corners, recipe_of
@@ -94,8 +94,7 @@ def check_data(sweep: Sweep, folder: str | Path) -> None:
         plan = make_plan(replace(recipe, out=str(folder)), note=say, opening=open_shown)
         if labelled and not plan.index.labelled:
             raise UserError(f"objective.key={sweep.objective.key}: needs labels, which data.train does not have")
-        every, needed = recipe.monitor.every, min(2 * ROWS, bank_rows(recipe.monitor, len(plan.index)))
-        first = every * -(-needed // (every * recipe.optim.batch))
+        first = first_knn(recipe.monitor, len(plan.index), recipe.optim.batch)
         if sweep.objective.key == metrics.MONITOR_KNN and first > plan.steps:
             raise UserError(
                 f"objective.key={metrics.MONITOR_KNN}: first measured at step {first}, and a trial takes {plan.steps} "

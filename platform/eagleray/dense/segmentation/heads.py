@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.ops import Conv2dNormActivation as conv  # of stride 1, followed by batch norm and ReLU
-from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork
 
 DROPOUT = 0.1
 
@@ -43,7 +42,7 @@ class SemanticFPN(nn.Module):
             # Level 0 has one convolution and no upsampling.
             up = [nn.Upsample(scale_factor=2, mode="bilinear")] if level else []
             inside = [width] + [narrow] * max(level - 1, 0)
-            self.levels.append(nn.Sequential(*(m for c in inside for m in (conv(c, narrow), *up))))
+            self.levels.append(nn.Sequential(*(m for c in inside for m in (Conv2dNormActivation(c, narrow), *up))))
         self.classify = classify(narrow, classes)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
@@ -65,13 +64,13 @@ class UPerNet(nn.Module):
         super().__init__()
         *fine, coarse = dims
         self.pools = nn.ModuleList(
-            nn.Sequential(nn.AdaptiveAvgPool2d(parts), conv(coarse, width, 1)) for parts in (1, 2, 3, 6)
+            nn.Sequential(nn.AdaptiveAvgPool2d(parts), Conv2dNormActivation(coarse, width, 1)) for parts in (1, 2, 3, 6)
         )
-        self.pooled = conv(coarse + 4 * width, width)
-        self.lateral = nn.ModuleList(conv(c, width, 1) for c in fine)
-        self.smooth = nn.ModuleList(conv(width, width) for _ in fine)
-        self.fuse = nn.Sequential(conv(len(dims) * width, width), classify(width, classes))
-        self.helper = nn.Sequential(conv(fine[-1], width // 2), classify(width // 2, classes))
+        self.pooled = Conv2dNormActivation(coarse + 4 * width, width)
+        self.lateral = nn.ModuleList(Conv2dNormActivation(c, width, 1) for c in fine)
+        self.smooth = nn.ModuleList(Conv2dNormActivation(width, width) for _ in fine)
+        self.fuse = nn.Sequential(Conv2dNormActivation(len(dims) * width, width), classify(width, classes))
+        self.helper = nn.Sequential(Conv2dNormActivation(fine[-1], width // 2), classify(width // 2, classes))
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Return a list of class scores (B, K, h, w) at the size of the finest map.
